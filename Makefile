@@ -1,0 +1,23 @@
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.PHONY: setup check test bench
+
+setup:  ## a development environment in .venv
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install torch==2.13.0 'setuptools>=77'
+	$(BIN)/pip install --no-build-isolation -e '.[dev]' torch==2.13.0
+
+check:  ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src
+
+test:
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+bench:  ## list the benchmarks, and run the quickest
+	@echo "benchmarks, each run by 'python -m benchmarks.<name>':"
+	@ls benchmarks/*.py | sed -e 's|benchmarks/|  |' -e 's|\.py$$||' | grep -v ' __'
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.parity --ranks 8 --quick
