@@ -1,0 +1,217 @@
+"""The grid: four named axes (data, z, y, x) over one DeviceMesh, x innermost."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# No public call sets the time-out of a group that exists (seen in torch 2.13.0).
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+if TYPE_CHECKING:
+    from fourfold.parallel.collectives import Collectives
+
+Axis = Literal["data", "z", "y", "x"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a run, arranged as data x z x y x x.
+
+    Rank ``r`` sits at ``r = ((data * Gz + z) * Gy + y) * Gx + x``: neighbours along x are neighbours in rank
+    number, so that the axis that talks most stays inside a node.
+    """
+
+    data: int
+    z: int
+    y: int
+    x: int
+    mesh: DeviceMesh
+    device: torch.device
+    collectives: Collectives = field(repr=False)
+
+    @staticmethod
+    def create(
+        shape: tuple[int, int, int, int],
+        *,
+        device_type: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> Grid:
+        """Arrange the running ranks as ``shape = (data, z, y, x)``.
+
+        Works under torchrun and under Slurm's ``srun``; starts ``torch.distributed`` if nobody has: NCCL for CUDA
+        devices, Gloo for CPUs. ``timeout_s`` is set on each axis group, because a mesh's groups do not inherit the
+        one that was given to ``init_process_group``.
+        """
+        sizes = _check_sizes(shape)
+        device = _local_device(device_type)
+        if not dist.is_initialized():
+            _start_process_group(device, timeout_s)
+        _check_world(sizes, dist.get_world_size())
+        mesh = _mesh(device.type, sizes)
+        for axis, size in zip(AXES, sizes, strict=True):
+            if size > 1:
+                _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(axis))
+        return Grid.from_mesh(mesh, device)
+
+    @staticmethod
+    def from_mesh(mesh: DeviceMesh, device: torch.device) -> Grid:
+        """A grid over a mesh that exists and whose axes are (data, z, y, x)."""
+        from fourfold.parallel.collectives import Collectives
+
+        if mesh.mesh_dim_names != AXES:
+            raise ValueError(f"a grid needs a mesh with the axes {AXES}, this one has {mesh.mesh_dim_names}")
+        data, z, y, x = mesh.shape
+        return Grid(data, z, y, x, mesh, device, Collectives(mesh))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.data, self.z, self.y, self.x)
+
+    def size(self, axis: Axis | None) -> int:
+        """How many ranks an axis has; 1 for no axis."""
+        return 1 if axis is None else self.shape[AXES.index(axis)]
+
+    def coordinate(self, axis: Axis | None) -> int:
+        """Where this rank sits along an axis; 0 for no axis."""
+        return 0 if axis is None else self.mesh.get_local_rank(axis)
+
+    # -- the batch: split over data and z, the same on all x and y ranks ------------------------------------------
+
+    @property
+    def batch_ranks(self) -> int:
+        """Over how many ranks the global batch is split."""
+        return self.data * self.z
+
+    @property
+    def batch_rank(self) -> int:
+        """Which of these parts this rank reads; x and y neighbours read the same."""
+        return self.coordinate("data") * self.z + self.coordinate("z")
+
+    def local_rows(self, global_batch: int) -> slice:
+        """The rows of a global batch that this rank trains on.
+
+        Example:
+            >>> ids = ids[grid.local_rows(len(ids))]  # doctest: +SKIP
+        """
+        if global_batch % self.batch_ranks:
+            raise ValueError(
+                f"a global batch of {global_batch} sequences does not divide over data*z = {self.data}*{self.z} = "
+                f"{self.batch_ranks}; use a multiple of {self.batch_ranks}, or a grid with a smaller data*z"
+            )
+        rows = global_batch // self.batch_ranks
+        return slice(self.batch_rank * rows, (self.batch_rank + 1) * rows)
+
+    def __str__(self) -> str:
+        return f"(data={self.data}, z={self.z}, y={self.y}, x={self.x})"
+
+
+def factorisations(ranks: int) -> list[tuple[int, int, int, int]]:
+    """All grids (data, z, y, x) of this many ranks.
+
+    Example:
+        >>> len(factorisations(8))
+        20
+    """
+
+    def split(n: int, axes: int) -> list[tuple[int, ...]]:
+        if axes == 1:
+            return [(n,)]
+        return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in split(n // d, axes - 1)]
+
+    return [(f[0], f[1], f[2], f[3]) for f in split(ranks, 4)]
+
+
+def _check_sizes(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    if len(shape) != 4:
+        raise ValueError(f"a grid has the four axes (data, z, y, x), got {len(shape)} sizes: {tuple(shape)}")
+    for axis, size in zip(AXES, shape, strict=True):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"axis {axis} of grid {tuple(shape)} has size {size!r}; use a whole number of at least 1"
+            )
+    return shape
+
+
+def _check_world(sizes: tuple[int, int, int, int], world: int) -> None:
+    data, z, y, x = sizes
+    ranks = data * z * y * x
+    if ranks == world:
+        return
+    nearest = min(factorisations(world), key=lambda f: sum(abs(a - b) for a, b in zip(f, sizes, strict=True)))
+    raise ValueError(
+        f"grid data={data} * z={z} * y={y} * x={x} needs {ranks} ranks, but {world} are running; "
+        f"start {ranks} ranks, or use a grid of {world} such as {nearest}"
+    )
+
+
+_meshes: dict[tuple[str, tuple[int, ...]], tuple[object, DeviceMesh]] = {}
+
+
+def _mesh(device_type: str, sizes: tuple[int, int, int, int]) -> DeviceMesh:
+    """The one mesh of these sizes in this world.
+
+    DTensor's caches take equal meshes for the same object and FSDP2 wants the very same one, so a second grid of the
+    same shape shares the first one's mesh, and its process groups.
+    """
+    world, mesh = _meshes.get((device_type, sizes), (None, None))
+    if mesh is None or world is not dist.group.WORLD:
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+        _meshes[device_type, sizes] = (dist.group.WORLD, mesh)
+    return mesh
+
+
+def _local_device(device_type: str | None) -> torch.device:
+    kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+    # Slurm may show each task its own GPU only; then that one is number 0.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _start_process_group(device: torch.device, timeout_s: float) -> None:
+    """Join the world that torchrun or srun started."""
+    if "RANK" not in os.environ:
+        if "SLURM_PROCID" not in os.environ:
+            raise ValueError(
+                "no world to join: neither RANK (torchrun) nor SLURM_PROCID (srun) is set; "
+                "start with `torchrun --nproc-per-node N script.py` or `srun python script.py`"
+            )
+        slurm = os.environ
+        os.environ["RANK"] = slurm["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = slurm["SLURM_NTASKS"]
+        os.environ["LOCAL_RANK"] = slurm["SLURM_LOCALID"]
+        nodes = slurm.get("SLURM_STEP_NODELIST") or slurm["SLURM_JOB_NODELIST"]
+        os.environ.setdefault("MASTER_ADDR", first_host(nodes))
+        # Every rank derives the same port from the job's number, and two jobs on a node rarely the same one.
+        os.environ.setdefault("MASTER_PORT", str(20000 + int(slurm["SLURM_JOB_ID"]) % 20000))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    Example:
+        >>> first_host("nid[001024-001027,001100],login1")
+        'nid001024'
+    """
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
+    if match is None:
+        raise ValueError(f"cannot read the first host of Slurm's node list {nodelist!r}; set MASTER_ADDR")
+    prefix, number, suffix = match.groups()
+    return prefix + (number or "") + (suffix or "")

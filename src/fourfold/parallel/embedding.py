@@ -1,0 +1,67 @@
+"""The token embedding: features on y and the vocabulary on x, as in the head that it may be tied to."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.grid import Grid
+from fourfold.parallel.collectives import sum_forward
+from fourfold.parallel.layout import chunk
+from fourfold.parallel.random import Dropout
+
+
+class Embedding4D(nn.Module):
+    """Takes the place of `nn.Embedding`.
+
+    Each x rank holds a range of the rows, looks up those of its tokens that fall into it, and the lookups are summed
+    over x: exact, because all but one of the terms are zero. A vocabulary that does not divide leaves the last ranks
+    with fewer rows; a state dict shows the vocabulary as it is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weight: nn.Parameter,
+        grid: Grid,
+        *,
+        padding_idx: int | None = None,
+        scale: float | None = None,
+        dropout: Dropout | None = None,
+    ) -> None:
+        super().__init__()
+        self.name, self.grid = name, grid
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.padding_idx = padding_idx
+        self.weight = weight
+        self._rows = chunk(self.num_embeddings, grid.x, grid.coordinate("x"))
+        self._scale = scale
+        self._dropout = dropout
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        weight = cast(DTensor, self.weight).to_local()
+        local = input_ids - self._rows.start
+        here = (local >= 0) & (local < weight.shape[0])
+        if weight.shape[0]:
+            out = nn.functional.embedding(torch.where(here, local, 0), weight)
+        else:
+            out = (
+                weight.new_zeros(*input_ids.shape, weight.shape[1]) + weight.sum()
+            )  # keeps the graph connected
+        if self.padding_idx is not None:
+            # nn.Embedding gives this row no gradient.
+            frozen = input_ids == self.padding_idx
+            out = torch.where(frozen.unsqueeze(-1), out.detach(), out)
+        out = sum_forward(out * here.unsqueeze(-1), self.grid.collectives, "x", "activation")
+        if self._scale is not None:
+            # Rounded to the precision of the work, as Hugging Face's scaled embeddings do.
+            out = out * float(torch.tensor(self._scale).to(out.dtype))
+        if self._dropout is not None:
+            self._dropout.enter("y")
+        return out
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings} rows over x, {self.embedding_dim} features over y"

@@ -1,0 +1,160 @@
+"""What is known of model families beyond their own tensor-parallel plan.
+
+Patterns are module names relative to the model, `*` stands for one part of a name; the words are those of Hugging
+Face's plans and the few more that `roles.py` explains. Families with a complete plan of their own need no entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one `model_type` needs told."""
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    # Fused projections: module pattern -> segments, in words that `roles.py` turns into widths.
+    packed: Mapping[str, str] = field(default_factory=dict)
+    # Attributes of attention modules that count inner features, and so shrink with the heads.
+    inner_attributes: tuple[str, ...] = ()
+    # Attention reads head counts from its config instead of its own attributes.
+    heads_from_config: bool = False
+    # Arguments of attention that carry one slice for each head: name -> "heads" or "batch*heads" (of dim 0), "dim 1".
+    head_arguments: Mapping[str, str] = field(default_factory=dict)
+    # Why the family's code cannot be cut exactly, if it cannot.
+    refused: str | None = None
+
+
+_LLAMA_LIKE = {
+    "*.layers.*.self_attn.q_proj": "colwise",
+    "*.layers.*.self_attn.k_proj": "colwise",
+    "*.layers.*.self_attn.v_proj": "colwise",
+    "*.layers.*.self_attn.o_proj": "rowwise",
+    "*.layers.*.mlp.gate_proj": "colwise",
+    "*.layers.*.mlp.up_proj": "colwise",
+    "*.layers.*.mlp.down_proj": "rowwise",
+}
+_FAIRSEQ_LIKE = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.out_proj": "rowwise",
+    "fc1": "colwise",
+    "fc2": "rowwise",
+}
+
+
+def _under(prefix: str, roles: Mapping[str, str]) -> dict[str, str]:
+    return {f"{prefix}.{name}": role for name, role in roles.items()}
+
+
+_NEOX_LIKE = {
+    "mlp.dense_h_to_4h": "colwise",
+    "mlp.dense_4h_to_h": "rowwise",
+}
+_BLOOM_LIKE = {
+    "self_attention.query_key_value": "colwise",
+    "self_attention.dense": "rowwise",
+    **_NEOX_LIKE,
+}
+_GPT2_LIKE = {
+    "attn.c_attn": "colwise",
+    "attn.c_proj": "rowwise",
+    "mlp.c_fc": "colwise",
+    "mlp.c_proj": "rowwise",
+}
+
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(
+        _under("transformer.h.*", _GPT2_LIKE),
+        packed={"transformer.h.*.attn.c_attn": "thirds"},
+        inner_attributes=("split_size", "embed_dim"),
+    ),
+    "opt": Family(_under("model.decoder.layers.*", _FAIRSEQ_LIKE), inner_attributes=("embed_dim",)),
+    "xglm": Family(_under("model.layers.*", _FAIRSEQ_LIKE), inner_attributes=("embed_dim",)),
+    "biogpt": Family(_under("biogpt.layers.*", _FAIRSEQ_LIKE), inner_attributes=("embed_dim",)),
+    "bloom": Family(_under("transformer.h.*", _BLOOM_LIKE), head_arguments={"alibi": "batch*heads"}),
+    "falcon": Family(_under("transformer.h.*", _BLOOM_LIKE), head_arguments={"alibi": "batch*heads"}),
+    "gpt_neo": Family(
+        _under(
+            "transformer.h.*",
+            {
+                "attn.attention.q_proj": "colwise",
+                "attn.attention.k_proj": "colwise",
+                "attn.attention.v_proj": "colwise",
+                "attn.attention.out_proj": "rowwise",
+                "mlp.c_fc": "colwise",
+                "mlp.c_proj": "rowwise",
+            },
+        ),
+        inner_attributes=("embed_dim",),
+    ),
+    "gptj": Family(
+        _under(
+            "transformer.h.*",
+            {
+                "attn.q_proj": "colwise",
+                "attn.k_proj": "colwise",
+                "attn.v_proj": "colwise",
+                "attn.out_proj": "rowwise",
+                "mlp.fc_in": "colwise",
+                "mlp.fc_out": "rowwise",
+            },
+        ),
+        inner_attributes=("embed_dim",),
+    ),
+    "mpt": Family(
+        _under(
+            "transformer.blocks.*",
+            {
+                "attn.Wqkv": "colwise",
+                "attn.out_proj": "rowwise",
+                "ffn.up_proj": "colwise",
+                "ffn.down_proj": "rowwise",
+            },
+        ),
+        packed={"transformer.blocks.*.attn.Wqkv": "thirds"},
+        inner_attributes=("hidden_size",),
+        head_arguments={"position_bias": "heads"},
+    ),
+    "gpt_bigcode": Family(_under("transformer.h.*", _GPT2_LIKE), inner_attributes=("embed_dim", "kv_dim")),
+    "openai-gpt": Family(
+        _under("transformer.h.*", _GPT2_LIKE),
+        packed={"transformer.h.*.attn.c_attn": "thirds"},
+        inner_attributes=("split_size", "n_state"),
+    ),
+    "persimmon": Family(
+        _under(
+            "model.layers.*",
+            {"self_attn.query_key_value": "colwise", "self_attn.dense": "rowwise", **_NEOX_LIKE},
+        ),
+    ),
+    "stablelm": Family(_LLAMA_LIKE),
+    "bitnet": Family(_LLAMA_LIKE),
+    "diffllama": Family(_LLAMA_LIKE),
+    "emu3_text_model": Family(_LLAMA_LIKE),
+    "phi3": Family(
+        packed={"*.layers.*.self_attn.qkv_proj": "q,k,v", "*.layers.*.mlp.gate_up_proj": "halves"},
+        heads_from_config=True,
+    ),
+    "phi4_multimodal": Family(
+        packed={"*.layers.*.self_attn.qkv_proj": "q,k,v", "*.layers.*.mlp.gate_up_proj": "halves"},
+        heads_from_config=True,
+    ),
+    # Its plan names the MLP alone; attention is DeepSeek's latent attention, whose names `roles.py` knows.
+    "youtu": Family(
+        {"model.layers.*.self_attn.o_proj": "rowwise"},
+    ),
+}
+
+# Words of latent attention (DeepSeek and those who follow it), by the last part of a module's name.
+LATENT_ATTENTION = {
+    "q_a_proj": "latent",
+    "q_b_proj": "colwise_from_latent",
+    "kv_a_proj_with_mqa": "mla_kv_a_proj",
+    "kv_b_proj": "colwise_from_latent",
+    "q_a_layernorm": "replicated",
+    "kv_a_layernorm": "replicated",
+}

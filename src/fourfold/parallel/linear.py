@@ -1,0 +1,252 @@
+"""The algorithm: one linear layer on the grid.
+
+O = I W^T, with I: tokens x in, W: out x in. The input's features are cut over ``in_axis``, the output's over
+``out_axis``; the tokens are cut over data and z.
+
+    forward    O = I W^T on this rank's block          a part of a sum over in_axis
+               all-reduce O over in_axis
+    backward   dI = dO W                               a part of a sum over out_axis
+               all-reduce dI over out_axis, in flight while
+               dW = dO^T I                             whole: no rank but this one holds the block
+
+`colwise` layers go from y to x, `rowwise` layers from x to y: what leaves the one is what enters the other, so no
+activation ever changes its layout. A layer with an axis of None has that side whole on each rank. Weights on z and
+data are the business of `weights.py`: here the block is complete.
+
+Siblings, the linears that read one input (q, k, v; gate, up), are computed together at the first call of one of them
+and cost one all-reduce in each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.grid import Axis, Grid
+from fourfold.parallel.collectives import sum_backward
+from fourfold.parallel.random import Dropout
+
+
+class _LinearFunction(torch.autograd.Function):
+    """Several weights on one input. ``columns[i]`` says in which output, and from which column on, weight i writes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        group: SiblingGroup,
+        columns: Sequence[tuple[int, int]],
+        widths: Sequence[int],
+        transposed: bool,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(input, *weights)
+        ctx.group, ctx.columns, ctx.transposed = group, columns, transposed
+        tokens = input.reshape(-1, input.shape[-1])
+        # One flat buffer for all outputs, so that one all-reduce serves them all without a copy.
+        flat = tokens.new_empty(tokens.shape[0] * sum(widths))
+        outputs = [
+            part.view(tokens.shape[0], -1) for part in flat.split([tokens.shape[0] * w for w in widths])
+        ]
+        for weight, (output, column) in zip(weights, columns, strict=True):
+            out_by_in = weight.t() if transposed else weight
+            torch.mm(tokens, out_by_in.t(), out=outputs[output].narrow(1, column, out_by_in.shape[0]))
+        group.grid.collectives.all_reduce(flat, group.in_axis, "activation").wait()
+        # `.data`: the outputs share storage but are independent tensors, so that a model may change one in place.
+        return tuple(o.view(*input.shape[:-1], o.shape[-1]).data for o in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        input, *weights = ctx.saved_tensors
+        group: SiblingGroup = ctx.group
+        tokens = input.reshape(-1, input.shape[-1])
+        used: list[tuple[int, Tensor, Tensor]] = []
+        for i, (weight, (output, column)) in enumerate(zip(weights, ctx.columns, strict=True)):
+            gradient = gradients[output]
+            if gradient is None:  # an output that nobody used
+                continue
+            width = weight.shape[1 if ctx.transposed else 0]
+            used.append((i, weight, gradient.reshape(tokens.shape[0], -1).narrow(1, column, width)))
+
+        input_gradient: Tensor | None = None
+        pending = None
+        if ctx.needs_input_grad[0] and used:
+            for _, weight, gradient in used:
+                out_by_in = weight.t() if ctx.transposed else weight
+                if input_gradient is None:
+                    input_gradient = gradient @ out_by_in
+                else:
+                    input_gradient.addmm_(gradient, out_by_in)
+            assert input_gradient is not None
+            pending = group.grid.collectives.all_reduce(input_gradient, group.out_axis, "activation")
+
+        weight_gradients: list[Tensor | None] = [None] * len(weights)
+        for i, _, gradient in used:
+            if ctx.needs_input_grad[5 + i]:
+                weight_gradients[i] = tokens.t() @ gradient if ctx.transposed else gradient.t() @ tokens
+        if pending is not None:
+            pending.wait()
+        if input_gradient is not None:
+            input_gradient = input_gradient.view(input.shape)
+        return (input_gradient, None, None, None, None, *weight_gradients)
+
+
+class SiblingGroup:
+    """Linears of one module that may read the same input.
+
+    The first call of a member computes all of them; the others then take what is theirs. Who turns out to read
+    another input, in the first forward, leaves the group: the result was right before, and is cheaper after.
+    """
+
+    def __init__(self, grid: Grid, in_axis: Axis | None, out_axis: Axis | None) -> None:
+        self.grid, self.in_axis, self.out_axis = grid, in_axis, out_axis
+        self.members: list[Linear4D] = []
+        self._input: Tensor | None = None
+        self._version = -1
+        self._ready: dict[int, Tensor] = {}
+        self._settled = False
+
+    def __call__(self, member: Linear4D, input: Tensor) -> Tensor:
+        same = self._input is input and self._version == input._version
+        if same and id(member) in self._ready:
+            output = self._ready.pop(id(member))
+            if not self._ready:
+                self._input = None
+            return output
+        if self._ready and not self._settled and self._input is not input:
+            self._split(member)
+            if member.group is not self:
+                return member.group(member, input)
+        outputs = self._compute(input)
+        self._ready = {id(m): o for m, o in zip(self.members, outputs, strict=True)}
+        self._input, self._version = (input, input._version) if len(self.members) > 1 else (None, -1)
+        output = self._ready.pop(id(member))
+        return output
+
+    def settle(self) -> None:
+        """The first forward is over: who was never asked for leaves, and the groups stay as they are."""
+        if not self._settled and self._ready:
+            for other in [m for m in self.members if id(m) in self._ready]:
+                self._leave(other)
+        self._settled = True
+        self._ready, self._input = {}, None
+
+    def _split(self, member: Linear4D) -> None:
+        """``member`` reads another input than the one whose results still wait."""
+        if id(member) in self._ready:
+            self._leave(member)
+        else:
+            # It was served from the old input and now asks again: a new pass, in which the waiting never asked.
+            for other in [m for m in self.members if id(m) in self._ready]:
+                self._leave(other)
+
+    def _leave(self, member: Linear4D) -> None:
+        self.members.remove(member)
+        self._ready.pop(id(member), None)
+        alone = SiblingGroup(self.grid, self.in_axis, self.out_axis)
+        alone.members, alone._settled = [member], True
+        member.group = alone
+
+    def _compute(self, input: Tensor) -> tuple[Tensor, ...]:
+        columns: list[tuple[int, int]] = []
+        widths: list[int] = []
+        weights: list[Tensor] = []
+        transposed = self.members[0].transposed
+        for output, member in enumerate(self.members):
+            member.check_input(input)
+            column = 0
+            for weight in member.local("weight"):
+                weights.append(weight)
+                columns.append((output, column))
+                column += weight.shape[1 if transposed else 0]
+            widths.append(column)
+        outputs = _LinearFunction.apply(input, self, columns, widths, transposed, *weights)  # type: ignore[no-untyped-call]
+        return cast(tuple[Tensor, ...], outputs)
+
+
+class Linear4D(nn.Module):
+    """A linear layer whose weight is a block on the grid; takes the place of `nn.Linear` or of GPT-2's `Conv1D`.
+
+    A packed projection holds one weight for each of its segments (`weight_0`, `weight_1`, ...), side by side in its
+    output, so that each rank gets its share of q, of k and of v.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: dict[str, nn.Parameter],
+        group: SiblingGroup,
+        *,
+        transposed: bool,
+        in_features: int,
+        out_features: int,
+        kept_rows: slice | None = None,
+        shared_columns: int = 0,
+        dropout: Dropout | None = None,
+    ) -> None:
+        super().__init__()
+        self.name, self.group, self.transposed = name, group, transposed
+        self.in_features, self.out_features = in_features, out_features
+        # Replicated key/value heads: all rows are here, this rank works with these.
+        self._kept_rows = kept_rows
+        # The last columns go to every x rank's heads, past the next colwise layer (rotary keys of latent attention).
+        self._shared_columns = shared_columns
+        self._dropout = dropout
+        for key, parameter in parameters.items():
+            self.register_parameter(key, parameter)
+        if "weight" not in parameters:
+            # Models look at `weight.dtype` and `.device`; the first segment answers for all.
+            self._segments = [k for k in parameters if k.startswith("weight_")]
+        else:
+            self._segments = ["weight"]
+        self._biases = [
+            k.replace("weight", "bias") for k in self._segments if k.replace("weight", "bias") in parameters
+        ]
+        group.members.append(self)
+
+    def local(self, kind: str) -> list[Tensor]:
+        """This rank's blocks of the weights, or of the biases."""
+        blocks = []
+        for key in self._segments if kind == "weight" else self._biases:
+            block = cast(DTensor, getattr(self, key)).to_local()
+            if self._kept_rows is not None:
+                # Each x rank uses, and has the gradient of, other rows of the same replicated weight.
+                block = sum_backward(block, self.group.grid.collectives, "x", "replica")
+                block = block[self._kept_rows]
+            blocks.append(block)
+        return blocks
+
+    def check_input(self, input: Tensor) -> None:
+        group = self.group
+        expected = self.in_features // group.grid.size(group.in_axis)
+        if input.shape[-1] != expected:
+            raise ValueError(
+                f"{self.name} expects {expected} input features on each rank (its {self.in_features} over "
+                f"{group.in_axis}={group.grid.size(group.in_axis)}), got {input.shape[-1]}: what feeds it does not keep "
+                f"the layout of its role; give that module a role, or use {group.in_axis}=1"
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self._dropout is not None:
+            self._dropout.leave()
+        output = self.group(self, input)
+        if self._biases:
+            biases = self.local("bias")
+            output = output + (biases[0] if len(biases) == 1 else torch.cat(biases))
+        if self._shared_columns:
+            own, shared = output.split(
+                [output.shape[-1] - self._shared_columns, self._shared_columns], dim=-1
+            )
+            shared = sum_backward(shared, self.group.grid.collectives, "x", "activation")
+            output = torch.cat([own, shared], dim=-1)
+        if self._dropout is not None:
+            self._dropout.enter(self.group.out_axis)
+        return output
+
+    def extra_repr(self) -> str:
+        axes = f"{self.group.in_axis} -> {self.group.out_axis}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {axes}"

@@ -1,0 +1,100 @@
+"""Stock modules on a cut model: they see the part of a parameter, and the number of heads, that their rank works on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.grid import Axis, Grid
+from fourfold.parallel.collectives import sum_backward
+from fourfold.parallel.families import Family
+from fourfold.parallel.roles import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES
+
+
+def show_local_parameters(module: nn.Module, gradient_sum: Mapping[str, Axis | None], grid: Grid) -> None:
+    """Let the module's own forward read plain local tensors where its parameters are DTensors.
+
+    ``gradient_sum`` names its parameters and, for those that other x ranks use for other heads, the axis over which
+    their gradients are parts of a sum.
+    """
+
+    cls = type(module)
+
+    def reader(key: str, axis: Axis | None) -> property:
+        def read(self: nn.Module) -> Tensor | None:
+            parameter = self._parameters[key]
+            # Outside forward (FSDP2, the optimizer, a state dict) the parameter is what it is.
+            if not isinstance(parameter, DTensor) or not self.__dict__.get("_in_forward"):
+                return parameter
+            return sum_backward(parameter.to_local(), grid.collectives, axis, "replica")
+
+        return property(read)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["_in_forward"] = True
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            self.__dict__["_in_forward"] = False
+
+    members: dict[str, Any] = {key: reader(key, axis) for key, axis in gradient_sum.items()}
+    members |= {"forward": forward, "__module__": cls.__module__}
+    # A subclass for this instance alone: `nn.Module` looks into `_parameters` only where the class has no such name.
+    module.__class__ = type(cls.__name__, (cls,), members)
+
+
+def show_local_heads(module: nn.Module, family: Family, grid: Grid, *, replicated_heads: bool) -> list[str]:
+    """Tell an attention module of its own heads alone; returns what was changed, in words."""
+    changed = []
+    for name in (*HEAD_ATTRIBUTES, *KV_HEAD_ATTRIBUTES, *family.inner_attributes):
+        value = module.__dict__.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            module.__dict__[name] = max(1, value // grid.x)
+            changed.append(f"{name} {value} -> {module.__dict__[name]}")
+    if replicated_heads and isinstance(module.__dict__.get("num_key_value_groups"), int):
+        groups = module.__dict__["num_key_value_groups"]
+        heads, kv_heads = _config_heads(module)
+        module.__dict__["num_key_value_groups"] = (heads // grid.x) // max(1, kv_heads // grid.x)
+        changed.append(f"num_key_value_groups {groups} -> {module.__dict__['num_key_value_groups']}")
+    if family.heads_from_config and hasattr(module, "config"):
+        config = copy.copy(module.config)
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            setattr(config, name, max(1, getattr(config, name) // grid.x))
+        module.config = config
+        changed.append("config's head counts")
+    if family.head_arguments:
+        module.register_forward_pre_hook(_own_heads(family.head_arguments, grid), with_kwargs=True)
+        changed.append(f"argument {', '.join(family.head_arguments)}")
+    return changed
+
+
+def _config_heads(module: nn.Module) -> tuple[int, int]:
+    config: Any = module.config
+    return config.num_attention_heads, config.num_key_value_heads
+
+
+def _own_heads(arguments: Mapping[str, str], grid: Grid) -> Any:
+    """A hook that cuts per-head arguments (ALiBi slopes) down to this rank's heads."""
+
+    def cut(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        batch = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)).shape[0]
+        for name, shape in arguments.items():
+            value = kwargs.get(name)
+            if not isinstance(value, Tensor):
+                continue
+            if shape == "batch*heads" and value.ndim == 3:
+                by_head = value.view(batch, -1, *value.shape[1:])
+                kwargs[name] = by_head.chunk(grid.x, dim=1)[grid.coordinate("x")].flatten(0, 1)
+            else:
+                dim = 0 if shape == "heads" else 1
+                kwargs[name] = torch.chunk(value, grid.x, dim=dim)[grid.coordinate("x")]
+        return args, kwargs
+
+    return cut

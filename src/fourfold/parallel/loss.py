@@ -1,0 +1,158 @@
+"""Cross entropy over a vocabulary that is cut over x, averaged over the tokens of the whole global batch.
+
+Only two vectors of one number a token go over x: the maximum, then the sum of exponentials with the label's logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.grid import Grid
+from fourfold.parallel.collectives import sum_forward
+from fourfold.parallel.layout import chunk
+
+IGNORE_INDEX = -100
+
+
+class _TokenLoss(torch.autograd.Function):
+    """Sum over tokens of -log p(label) + z_loss * log(Z)^2, in fp32 whatever the logits are.
+
+    The logits are saved as they came and their exponentials computed again in backward: of a tensor this size, an
+    fp32 copy is what one can least afford.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, first: int, ignore_index: int, z_loss: float, grid: Grid
+    ) -> Tensor:
+        wide = logits.float()
+        width = logits.shape[-1]
+        local = labels - first
+        here = (local >= 0) & (local < width) & (labels != ignore_index)
+        counted = labels != ignore_index
+
+        # A rank may hold no column at all, if the vocabulary is smaller than x.
+        highest = wide.amax(-1) if width else wide.new_full(labels.shape, float("-inf"))
+        grid.collectives.all_reduce(highest, "x", "loss", dist.ReduceOp.MAX).wait()
+        sums = wide.new_zeros(2, *labels.shape)
+        if width:
+            torch.sum(torch.exp(wide - highest.unsqueeze(-1)), -1, out=sums[0])
+            picked = wide.gather(-1, local.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
+            sums[1] = torch.where(here, picked, 0.0)
+        grid.collectives.all_reduce(sums, "x", "loss").wait()
+        log_z = highest + sums[0].log()
+        token_loss = log_z - sums[1] + z_loss * log_z.square()
+
+        ctx.save_for_backward(logits, log_z, local, here, counted)
+        ctx.z_loss = z_loss
+        return torch.where(counted, token_loss, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_z, local, here, counted = ctx.saved_tensors
+        gradient = torch.exp(logits.float() - log_z.unsqueeze(-1))
+        gradient *= (1.0 + 2.0 * ctx.z_loss * log_z).unsqueeze(-1)
+        if logits.shape[-1]:
+            index = local.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+            gradient.scatter_add_(-1, index, -here.to(gradient.dtype).unsqueeze(-1))
+        gradient *= (counted * gradients[0]).unsqueeze(-1)
+        return gradient.to(logits.dtype), None, None, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    grid: Grid,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    num_items: int | Tensor | None = None,
+) -> Tensor:
+    """The mean cross entropy of the global batch, the same number on every rank.
+
+    ``logits``: this rank's columns of the vocabulary (``model(ids).logits``), ``labels``: what each position should
+    predict, not shifted here. The mean is over the labels of the whole global batch that are not ``ignore_index``,
+    also when ranks hold different counts. When gradients are accumulated over several calls, pass the number of such
+    labels in all of them as ``num_items`` (`count_labels`), so that the accumulated gradient is that of one mean.
+    ``vocab_size`` is needed only where the vocabulary does not divide over x.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: "
+            "give one label for each position"
+        )
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    columns = chunk(vocab_size or logits.shape[-1] * grid.x, grid.x, grid.coordinate("x"))
+    if logits.shape[-1] != columns.stop - columns.start:
+        raise ValueError(
+            f"logits have {logits.shape[-1]} columns, but a vocabulary of {vocab_size} over x={grid.x} gives this rank "
+            f"{columns.stop - columns.start}; pass the logits as the model gave them (not gathered), and its vocab_size"
+        )
+    labels = labels.to(logits.device)
+    if num_items is None:
+        num_items = count_labels(labels, grid, ignore_index=ignore_index)
+    arguments = (logits, labels, columns.start, ignore_index, z_loss, grid)
+    loss = cast(Tensor, _TokenLoss.apply(*arguments)) / num_items  # type: ignore[no-untyped-call]
+    # Each rank's backward goes through its own tokens; FSDP2 and the data axis sum the gradients.
+    for axis in ("z", "data"):
+        loss = sum_forward(loss, grid.collectives, axis, "loss")
+    return loss
+
+
+def count_labels(labels: Tensor, grid: Grid, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """How many labels of the global batch count, the same on every rank; at least 1, so that a mean is defined."""
+    count = (labels != ignore_index).sum().to(grid.device)
+    for axis in ("z", "data"):
+        grid.collectives.all_reduce(count, axis, "loss").wait()
+    return count.clamp(min=1)
+
+
+class CausalLMLoss:
+    """Hugging Face's ``loss_function`` for sharded logits: ``model(input_ids, labels=labels).loss`` stays exact."""
+
+    def __init__(self, grid: Grid, vocab_size: int | None, *, shift: bool = True) -> None:
+        self._grid, self._vocab_size, self._shift = grid, vocab_size, shift
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        shift_labels: Tensor | None = None,
+        **ignored: Any,
+    ) -> Tensor:
+        if shift_labels is not None:
+            targets = shift_labels
+        else:
+            assert labels is not None
+            targets = labels
+            if self._shift:
+                targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return cross_entropy(
+            logits,
+            targets.reshape(logits.shape[:-1]).contiguous(),
+            self._grid,
+            vocab_size=self._vocab_size,
+            ignore_index=ignore_index,
+            num_items=num_items_in_batch,
+        )
+
+
+def full_logits(logits: Tensor, grid: Grid, *, vocab_size: int | None = None) -> Tensor:
+    """All columns of the vocabulary on every x rank, for evaluation; gradients do not flow through."""
+    vocabulary = vocab_size or logits.shape[-1] * grid.x
+    widest = chunk(vocabulary, grid.x, 0).stop
+    padded = logits.new_zeros(*logits.shape[:-1], widest)
+    padded[..., : logits.shape[-1]] = logits.detach()
+    gathered = padded.new_empty(grid.x, *padded.shape)
+    grid.collectives.all_gather(gathered, padded, "x", "logits").wait()
+    return torch.cat(gathered.unbind(0), dim=-1)[..., :vocabulary]

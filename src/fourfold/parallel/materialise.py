@@ -1,0 +1,61 @@
+"""Numbers for shards: drawn by the model's own rules, or read from a checkpoint; never a whole tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.grid import Grid
+from fourfold.parallel.checkpoint_files import CheckpointFiles
+from fourfold.parallel.initialize import Recipe, fill_
+from fourfold.parallel.layout import Layout
+
+
+def _shards(model: nn.Module, layouts: Mapping[str, Layout]) -> list[tuple[Layout, Tensor]]:
+    parameters = dict(model.named_parameters())
+    shards = []
+    for name, layout in layouts.items():
+        parameter = parameters[name]
+        assert isinstance(parameter, DTensor)
+        shards.append((layout, parameter.to_local()))
+    return shards
+
+
+@torch.no_grad()
+def initialise_shards(
+    model: nn.Module, layouts: Mapping[str, Layout], recipes: Mapping[str, Recipe], grid: Grid, seed: int
+) -> None:
+    """Draw initial weights that are the same on every grid."""
+    for layout, local in _shards(model, layouts):
+        index = layout.in_hf(layout.shard(grid))
+        fill_(local, recipes[layout.hf_name], index, name=layout.hf_name, seed=seed)
+
+
+@torch.no_grad()
+def load_shards(model: nn.Module, layouts: Mapping[str, Layout], files: CheckpointFiles, grid: Grid) -> None:
+    """Read this rank's shards from a Hugging Face checkpoint: only the bytes it needs."""
+    names = files.names()
+    prefix = getattr(model, "base_model_prefix", "")
+    for layout, local in _shards(model, layouts):
+        # Checkpoints of the bare model lack the prefix of the one with a head.
+        stored = next(
+            (n for n in (layout.hf_name, layout.hf_name.removeprefix(f"{prefix}.")) if n in names), None
+        )
+        if stored is None:
+            raise ValueError(
+                f"{layout.hf_name} is not in the checkpoint {files.path}, which has {len(names)} tensors; is it one of "
+                f"a {type(model).__name__}?"
+            )
+        if tuple(files.shape(stored)) != layout.hf_shape:
+            raise ValueError(
+                f"{stored} has shape {tuple(files.shape(stored))} in {files.path}, but {layout.hf_shape} in the model; "
+                "use the config.json of that checkpoint"
+            )
+        files.read_into(stored, local, layout.in_hf(layout.shard(grid)))
+    # Buffers that a state dict keeps are small and whole on each rank.
+    for name, buffer in model.named_buffers():
+        if name in names:
+            files.read_into(name, buffer, tuple(slice(0, size) for size in buffer.shape))

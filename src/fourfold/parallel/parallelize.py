@@ -1,0 +1,176 @@
+"""The one function that states the whole order of transformations, from a Hugging Face model to a parallel one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from fourfold.grid import Grid
+from fourfold.parallel.checkpoint_files import CheckpointFiles
+from fourfold.parallel.initialize import record_initialization, restore_buffers
+from fourfold.parallel.linear import Linear4D
+from fourfold.parallel.loss import CausalLMLoss
+from fourfold.parallel.materialise import initialise_shards, load_shards
+from fourfold.parallel.random import Dropout, seed_ranks
+from fourfold.parallel.report import Report, Row, describe
+from fourfold.parallel.roles import assign
+from fourfold.parallel.swap import swap_modules
+from fourfold.parallel.weights import Precision, shard_weights
+
+ActivationCheckpointing = Literal["none", "full"]
+
+
+def parallelize(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    roles: Mapping[str, str] | None = None,
+    precision: Precision = "fp32",
+    activation_checkpointing: ActivationCheckpointing = "none",
+    checkpoint: str | Path | None = None,
+    seed: int = 0,
+) -> Report:
+    """Turn ``model`` into its parallel form on ``grid``, in place; the report says what each module became.
+
+    ``model`` is an unmodified Hugging Face causal LM, or an `nn.Module` with ``roles``. Built on ``meta`` it never
+    exists whole: each rank reads its shards from ``checkpoint`` (a folder of safetensors), or draws them, the same
+    numbers on every grid, from ``seed`` by the model's own rules of initialisation. A model with real weights keeps
+    them.
+
+    Raises `Refused` where the grid would not give the numbers of one process.
+    """
+    _check_options(model, precision, activation_checkpointing)
+    on_meta = any(p.is_meta for p in model.parameters())
+    notes: list[str] = []
+
+    # 1. Which module plays which role.
+    assigned = assign(model, grid, roles)
+    recipes = record_initialization(model, seed=seed) if on_meta and checkpoint is None else {}
+    dropout = Dropout(grid) if _uses_dropout(model) and grid.x * grid.y > 1 else None
+
+    # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
+    swapped = swap_modules(model, grid, assigned, dropout)
+    notes += swapped.notes
+
+    # 3. The loss of logits whose vocabulary is cut over x.
+    if hasattr(model, "loss_function"):
+        causal = "MaskedLM" not in type(model).__name__ and "Seq2Seq" not in str(
+            getattr(model, "loss_type", "")
+        )
+        shift = causal and not _is_encoder_decoder(model)
+        model.loss_function = CausalLMLoss(grid, swapped.vocab_size, shift=shift)  # type: ignore[assignment]
+    if getattr(getattr(model, "config", None), "use_cache", None):
+        model.config.use_cache = False  # type: ignore[union-attr]
+        notes.append("config.use_cache set to False: training keeps no key/value cache")
+
+    # 4. Recomputation of activations and the bounds of random numbers, block by block.
+    blocks = find_blocks(model)
+    for block in blocks:
+        _wrap_block(block, activation_checkpointing, dropout)
+    model.register_forward_hook(_settle_siblings)
+
+    # 5. Weights on z and data.
+    shard_weights(model, grid, blocks, precision, embedding=swapped.embedding, head=swapped.head)
+
+    # 6. Numbers for the shards of a model that was built on meta, or that a checkpoint has.
+    with CheckpointFiles(checkpoint) if checkpoint is not None else nullcontext() as files:
+        if on_meta:
+            model.to_empty(device=grid.device)
+            restore_buffers(model, grid.device, from_checkpoint=files.names() if files else ())
+        else:
+            _move_buffers(model, grid.device)
+        if files is not None:
+            load_shards(model, swapped.layouts, files, grid)
+        elif on_meta:
+            initialise_shards(model, swapped.layouts, recipes, grid, seed)
+    seed_ranks(grid, seed)
+
+    rows = tuple(
+        Row(role.name, role.word, describe(swapped.by_module.get(role.name, [])), role.why)
+        for role in assigned
+    )
+    notes.append(f"weights: fsdp2 over z={grid.z}, gradients summed over data={grid.data}, {precision}")
+    notes.append(f"activation checkpointing: {activation_checkpointing}, {len(blocks)} blocks")
+    if dropout is not None:
+        notes.append("dropout: equal where activations are replicated, independent where they are cut")
+    return Report(type(model).__name__, grid, rows, tuple(notes), swapped.layouts)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost repeated modules with parameters: the elements of the model's lists of layers."""
+    blocks: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                blocks.extend(m for m in child if next(m.parameters(), None) is not None)
+            else:
+                visit(child)
+
+    visit(model)
+    return blocks
+
+
+def _check_options(model: nn.Module, precision: str, activation_checkpointing: str) -> None:
+    if precision not in ("fp32", "bf16"):
+        raise ValueError(f"precision {precision!r} is not known; use 'fp32' or 'bf16'")
+    if activation_checkpointing not in ("none", "full"):
+        raise ValueError(
+            f"activation_checkpointing {activation_checkpointing!r} is not known; use 'none' or 'full'"
+        )
+    if any(isinstance(m, Linear4D) for m in model.modules()):
+        raise ValueError(f"{type(model).__name__} is parallel already; build it anew for another grid")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {parameter.dtype}, but master weights are fp32; build the model in fp32 and use "
+                "precision='bf16' to compute in bf16"
+            )
+
+
+def _uses_dropout(model: nn.Module) -> bool:
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
+        return True
+    config: Any = getattr(model, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    return any("drop" in key and isinstance(v, float) and v > 0 for key, v in values.items())
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _wrap_block(block: nn.Module, activation_checkpointing: str, dropout: Dropout | None) -> None:
+    inner = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if dropout is not None:
+            dropout.forget()
+        return inner(*args, **kwargs)
+
+    if activation_checkpointing == "full":
+        # Inside FSDP2's hooks: backward has gathered the block's weights before the second forward runs.
+        block.forward = functools.partial(recompute, forward, use_reentrant=False)
+    if dropout is not None:
+        block.register_forward_pre_hook(lambda *_: dropout.leave())
+        block.register_forward_hook(lambda *_: dropout.leave())
+
+
+def _settle_siblings(model: nn.Module, *_: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, Linear4D):
+            module.group.settle()
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)

@@ -1,0 +1,65 @@
+"""Random numbers that follow the layout: equal where activations are replicated, independent where they are cut.
+
+Between two linears activations are cut over one tensor axis and replicated over the other. All x and y ranks of a
+batch part share one default generator, which stays in step. A layer that cuts its output over an axis draws a seed
+from it, the same on all of them, and mixes in the rank's place on that axis: until the next layer is entered, dropout
+of any kind (a module, a function, inside attention) draws from there. Nothing is kept but the shared state, so a
+recomputed forward, whose shared state the checkpoint restores, draws the same masks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fourfold.grid import Axis, Grid
+
+_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring inputs give distant seeds
+
+
+class Dropout:
+    """Keeps the default generator in the state that the layout of the activations asks for."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._shared: Tensor | None = None
+
+    def enter(self, axis: Axis | None) -> None:
+        """Activations are cut over ``axis`` from here on."""
+        self.leave()
+        if axis is None or self._grid.size(axis) == 1:
+            return
+        seed = self._draw()
+        self._shared = self._generator().get_state()
+        place = self._grid.coordinate(axis) + (1 if axis == "x" else self._grid.x + 1)
+        self._generator().manual_seed((seed * _MIX + place * 0x2545F4914F6CDD1D) % 2**63)
+
+    def leave(self) -> None:
+        """Back to what all x and y ranks share."""
+        if self._shared is not None:
+            self._generator().set_state(self._shared)
+            self._shared = None
+
+    def forget(self) -> None:
+        """The shared state was restored by somebody else: a checkpoint, at the start of a recomputed forward."""
+        self._shared = None
+
+    def _generator(self) -> torch.Generator:
+        device = self._grid.device
+        return (
+            torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+        )
+
+    def _draw(self) -> int:
+        generator = self._generator()
+        if generator.device.type == "cpu":
+            return int(torch.randint(2**62, (), generator=generator))
+        # A CUDA generator is a seed and an offset on the host: reading them does not wait for the device.
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)
+        return generator.initial_seed() * _MIX + offset
+
+
+def seed_ranks(grid: Grid, seed: int) -> None:
+    """Seed the default generators: the same on the x and y ranks of a batch part, another for each part."""
+    torch.manual_seed((seed * _MIX + grid.batch_rank) % 2**63)

@@ -1,0 +1,449 @@
+"""Which module plays which role, and why one was left alone or refused.
+
+The words are those of Hugging Face's plans:
+
+    colwise                         a linear from y to x (q, k, v, gate, up)
+    rowwise                         a linear from x to y (o, down)
+    colwise_gather_output           a linear from y to x: the head, and fused projections; nothing is gathered here
+    rowwise_split_input             a linear from x to y
+    embedding_rowwise               the token embedding: rows on x, features on y
+    replicated_with_grad_allreduce  whole on each rank, used for other heads on each x rank
+    mla_kv_a_proj                   a linear from y to all ranks, whose last columns all heads share
+
+and a few that 4D needs beside them:
+
+    embedding_colwise               another embedding (positions): features on y
+    norm, norm_x                    a norm over the hidden features, on y; over those of all heads, on x
+    heads                           a parameter with one row for each head: rows on x
+    features                        a parameter with one number for each hidden feature: on y
+    latent, colwise_from_latent     linears from y to all ranks, and from there to x (latent attention)
+    replicated                      whole on each rank, used for the same numbers on each
+
+A user passes roles in the same words, `*` standing for one part of a name: ``{"blocks.*.attn.qkv": "colwise"}``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from fourfold.grid import Axis, Grid
+from fourfold.parallel.families import FAMILIES, LATENT_ATTENTION, Family
+from fourfold.parallel.norm import Formula, epsilon_of, recognise
+
+
+class Refused(ValueError):
+    """This model cannot be trained exactly on this grid; the message says which module, why, and the way out."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What becomes of one module, or of one parameter that a module holds itself."""
+
+    name: str
+    word: str
+    why: str
+    # Linear layers: the axes of input and output features, and the widths of the segments of a fused projection.
+    in_axis: Axis | None = None
+    out_axis: Axis | None = None
+    segments: tuple[int, ...] | None = None
+    formula: Formula | None = None
+    head: bool = False
+    replicated_heads: bool = False
+
+
+_LINEAR_AXES: dict[str, tuple[Axis | None, Axis | None]] = {
+    "colwise": ("y", "x"),
+    "packed_colwise": ("y", "x"),
+    "colwise_gather_output": ("y", "x"),
+    "rowwise": ("x", "y"),
+    "rowwise_split_input": ("x", "y"),
+    "latent": ("y", None),
+    "mla_kv_a_proj": ("y", None),
+    "colwise_from_latent": (None, "x"),
+}
+_PARAMETER_WORDS = {
+    "heads",
+    "features",
+    "replicated",
+    "replicated_with_grad_allreduce",
+    "norm",
+    "norm_x",
+    "embedding_rowwise",
+    "embedding_colwise",
+}
+WORDS = {*_LINEAR_AXES, *_PARAMETER_WORDS}
+
+HEAD_ATTRIBUTES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
+KV_HEAD_ATTRIBUTES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_SEPARATE_KV = re.compile(r"(^|\.)(k_proj|v_proj|key|value|k|v)$")
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Does a pattern name this module; `*` stands for one part, a leading `*.` for any number of them."""
+    parts = ["[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")]
+    if parts[0] == "[^.]+":
+        parts[0] = ".+"
+    return re.fullmatch(r"\.".join(parts), name) is not None
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features)."""
+    if isinstance(module, Conv1D):
+        return int(module.nx), int(module.nf)
+    assert isinstance(module, nn.Linear)
+    return module.in_features, module.out_features
+
+
+def family_of(model: nn.Module) -> Family:
+    config = getattr(model, "config", None)
+    kinds = [getattr(config, "model_type", None)]
+    if config is not None and hasattr(config, "get_text_config"):
+        kinds.append(getattr(config.get_text_config(), "model_type", None))
+    for kind in kinds:
+        if kind in FAMILIES:
+            return FAMILIES[kind]
+    return Family()
+
+
+def assign(model: nn.Module, grid: Grid, given: Mapping[str, str] | None = None) -> list[Role]:
+    """A role for each module that holds parameters; raises `Refused` where exactness cannot be had."""
+    return _Assignment(model, grid, given or {}).roles()
+
+
+class _Assignment:
+    def __init__(self, model: nn.Module, grid: Grid, given: Mapping[str, str]) -> None:
+        self.model, self.grid, self.given = model, grid, given
+        self.modules = dict(model.named_modules())
+        self.family = family_of(model)
+        self.plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+        config: Any = getattr(model, "config", None)
+        self.config: Any = (
+            config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        )
+        self.embedding = _call(model, "get_input_embeddings")
+        self.head = _call(model, "get_output_embeddings")
+        self.hidden = self._hidden_size()
+
+    def roles(self) -> list[Role]:
+        self._check_words()
+        if self.grid.x == self.grid.y == 1:
+            # Nothing is cut but the batch and the storage of weights: any model is exact as it is.
+            return [
+                Role(name, "replicated", "x = y = 1")
+                for name, module in self.modules.items()
+                if module._parameters
+            ]
+        if self.family.refused:
+            raise Refused(f"{type(self.model).__name__}: {self.family.refused}; use x=1 and y=1")
+        if self.hidden % self.grid.y:
+            raise Refused(
+                f"y={self.grid.y} does not divide hidden_size={self.hidden} of {type(self.model).__name__}; "
+                f"use a y that divides {self.hidden}"
+            )
+        roles: list[Role] = []
+        for name, module in self.modules.items():
+            if isinstance(module, nn.Embedding):
+                roles.append(self._embedding(name, module))
+            elif is_linear(module):
+                roles.append(self._linear(name, module))
+            elif _is_norm(module):
+                roles.append(self._norm(name, module))
+            else:
+                roles += self._own_parameters(name, module)
+        return [role for role in roles if role.word != "without parameters"]
+
+    # -- one kind of module each ------------------------------------------------------------------------------------
+
+    def _embedding(self, name: str, module: nn.Embedding) -> Role:
+        word = self._word(name)
+        why = self._why(name)
+        if module is self.embedding or word == "embedding_rowwise":
+            if type(module) is not nn.Embedding and not hasattr(module, "embed_scale"):
+                raise Refused(
+                    f"{name} is a {type(module).__name__}, which is not nn.Embedding nor one with an embed_scale: what "
+                    "its forward does to a part of the vocabulary is not known; use x=1 and y=1"
+                )
+            return Role(name, "embedding_rowwise", why or "the model's input embedding")
+        if module.embedding_dim != self.hidden:
+            raise self._no_role(name, module, f"an embedding of {module.embedding_dim} features")
+        return Role(name, "embedding_colwise", why or f"its {self.hidden} features are the hidden ones")
+
+    def _linear(self, name: str, module: nn.Module) -> Role:
+        word = self._word(name)
+        why = self._why(name)
+        if module is self.head and word is None:
+            word, why = "colwise_gather_output", "the model's output embedding"
+        if word is None:
+            raise self._no_role(name, module, "a linear layer")
+        if word not in _LINEAR_AXES:
+            raise self._missing_style(name, word)
+        in_axis, out_axis = _LINEAR_AXES[word]
+        role = Role(name, word, why, in_axis, out_axis, head=module is self.head)
+        role = replace(role, segments=self._segments(name, module, word))
+        self._check_linear(role, module)
+        return self._with_heads(role, module)
+
+    def _norm(self, name: str, module: nn.Module) -> Role:
+        word = self._word(name)
+        why = self._why(name)
+        weight = getattr(module, "weight", None)
+        size = weight.shape if weight is not None else None
+        inside_attention = self._in_attention(name)
+        last = name.rsplit(".", 1)[-1]
+        if word is None and inside_attention and size is not None:
+            heads, kv_heads = self._heads(name)
+            head_dim = self._head_dim(name)
+            if len(size) == 2:
+                word, why = "heads", f"one row for each of {size[0]} heads"
+            elif head_dim is not None and size[0] == head_dim:
+                word, why = "replicated_with_grad_allreduce", f"over the {head_dim} features of a head"
+            elif (
+                head_dim is not None
+                and heads
+                and size[0] in (heads * head_dim, (kv_heads or heads) * head_dim)
+                and last.startswith(("q", "k", "v"))
+            ):
+                word, why = "norm_x", "over the features of all heads"
+        if word is None and inside_attention and size is None and last.startswith(("q", "k", "v")):
+            return Role(name, "without parameters", "over the features of a head")
+        if word is None and (size is None or tuple(size) == (self.hidden,)):
+            word, why = "norm", "over the hidden features"
+        if word in ("norm", "norm_x"):
+            formula = recognise(module)
+            if formula is None:
+                raise Refused(
+                    f"{name} is a {type(module).__name__} over {self.hidden} features whose formula is not one that "
+                    f"Fourfold knows how to cut (epsilon {epsilon_of(module)}); use y=1 and x=1"
+                )
+            return Role(name, word, why, formula=formula)
+        if word in ("replicated", "replicated_with_grad_allreduce", "heads"):
+            return Role(name, word, why)
+        raise self._no_role(name, module, f"a norm of {tuple(size or ())}")
+
+    def _own_parameters(self, name: str, module: nn.Module) -> list[Role]:
+        roles = []
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{name}.{key}" if name else key
+            # "colwise" is how plans say of a bare parameter that it has a row for each head (attention sinks).
+            word = self._word(full) or self._word(name)
+            word = {"colwise": "heads", "rowwise": "features"}.get(word or "", word)
+            if word is None:
+                raise self._no_role(full, module, f"a parameter of shape {tuple(parameter.shape)}")
+            if word not in _PARAMETER_WORDS:
+                raise self._missing_style(full, word)
+            axis: Axis = "x" if word == "heads" else "y"
+            if word in ("heads", "features"):
+                size = parameter.shape[0 if word == "heads" else -1]
+                if size % self.grid.size(axis):
+                    raise Refused(
+                        f"{axis}={self.grid.size(axis)} does not divide the {size} entries of {full}; use a smaller {axis}"
+                    )
+            roles.append(Role(full, word, self._why(full) or self._why(name)))
+        return roles
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+
+    def _segments(self, name: str, module: nn.Module, word: str) -> tuple[int, ...] | None:
+        """The widths of the parts that a fused projection's output falls into, if it is fused."""
+        kind = next((kind for pattern, kind in self.family.packed.items() if matches(pattern, name)), None)
+        out = linear_shape(module)[1]
+        if kind is None and (word == "packed_colwise" or name.endswith(".gate_up_proj")):
+            kind = "halves"
+        if kind is None:
+            return None
+        if kind in ("halves", "thirds"):
+            parts = 2 if kind == "halves" else 3
+            return (out // parts,) * parts
+        heads, kv_heads = self._heads(name)
+        assert heads
+        assert kv_heads
+        head_dim = out // (heads + 2 * kv_heads)
+        return (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+
+    def _check_linear(self, role: Role, module: nn.Module) -> None:
+        in_features, out_features = linear_shape(module)
+        if in_features % self.grid.size(role.in_axis):
+            axis = role.in_axis
+            raise Refused(
+                f"{axis}={self.grid.size(axis)} does not divide the {in_features} input features of {role.name}; "
+                f"use a {axis} that divides {in_features}"
+            )
+        if role.head:
+            return  # a vocabulary need not divide
+        for width in role.segments or (out_features,):
+            axis = role.out_axis
+            if width % self.grid.size(axis) and not _SEPARATE_KV.search(role.name):
+                raise Refused(
+                    f"{axis}={self.grid.size(axis)} does not divide the {width} output features of {role.name}; "
+                    f"use a {axis} that divides {width}"
+                )
+
+    def _with_heads(self, role: Role, module: nn.Module) -> Role:
+        """Heads are cut whole: check that they divide, or that key/value heads can be replicated."""
+        x = self.grid.x
+        if role.out_axis != "x" or x == 1 or not self._in_attention(role.name):
+            return role
+        parent = role.name.rsplit(".", 1)[0]
+        heads, kv_heads = self._heads(role.name)
+        if heads and heads % x:
+            raise Refused(
+                f"x={x} does not divide num_attention_heads={heads} of {parent}; use an x that divides {heads}"
+                + (f", or spread the other ranks over y (y=2 and x={x // 2})" if x % 2 == 0 else "")
+            )
+        if kv_heads and kv_heads % x:
+            separate = _SEPARATE_KV.search(role.name) is not None
+            fused = role.segments is not None or not (separate or self._has_separate_kv(parent))
+            if x % kv_heads or fused:
+                why = (
+                    "they are fused with the query heads"
+                    if fused
+                    else f"x is no multiple of {kv_heads} either"
+                )
+                raise Refused(
+                    f"x={x} does not divide num_key_value_heads={kv_heads} of {parent}, and they cannot be replicated "
+                    f"({why}); use x <= {kv_heads}, and y for the other ranks"
+                )
+            if separate:
+                out_features = linear_shape(module)[1]
+                if out_features % kv_heads:
+                    raise self._no_role(role.name, module, "key/value heads of unequal size")
+                note = f"{role.why}; {kv_heads} key/value heads, each replicated on {x // kv_heads} x ranks"
+                return replace(role, replicated_heads=True, why=note)
+        return role
+
+    def _has_separate_kv(self, parent: str) -> bool:
+        return any(n.rsplit(".", 1)[0] == parent and _SEPARATE_KV.search(n) for n in self.modules if "." in n)
+
+    # -- what the model says --------------------------------------------------------------------------------------------
+
+    def _hidden_size(self) -> int:
+        size = getattr(self.embedding, "embedding_dim", None)
+        for name in ("hidden_size", "n_embd", "d_model"):
+            size = getattr(self.config, name, None) or size
+        if size is None:
+            norms = [
+                m.weight.shape[0]
+                for m in self.modules.values()
+                if _is_norm(m) and getattr(m, "weight", None) is not None
+            ]
+            size = max(norms, default=None)
+        if size is None:
+            raise ValueError(
+                f"{type(self.model).__name__} has no input embedding, config.hidden_size or norm to read the hidden size "
+                "from; give the model a get_input_embeddings() method"
+            )
+        return int(size)
+
+    def _in_attention(self, name: str) -> bool:
+        parent = self.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
+        return parent is not None and re.search(r"attention|attn", type(parent).__name__, re.I) is not None
+
+    def _heads(self, name: str) -> tuple[int | None, int | None]:
+        """(query heads, key/value heads) of the attention that a module belongs to."""
+        parent = self.modules[name.rsplit(".", 1)[0]] if "." in name else self.model
+        config = getattr(parent, "config", None) or self.config
+        heads = _first_int(parent, HEAD_ATTRIBUTES) or _first_int(config, HEAD_ATTRIBUTES)
+        kv_heads = _first_int(parent, KV_HEAD_ATTRIBUTES) or _first_int(config, KV_HEAD_ATTRIBUTES)
+        return heads, kv_heads
+
+    def _head_dim(self, name: str) -> int | None:
+        parent = self.modules[name.rsplit(".", 1)[0]] if "." in name else self.model
+        size = _first_int(parent, ("head_dim", "head_size", "d_head"))
+        if size is None:
+            heads, _ = self._heads(name)
+            size = self.hidden // heads if heads else None
+        return size
+
+    def _word(self, name: str) -> str | None:
+        for roles in (self.given, self.family.roles, self.plan):
+            for pattern, word in roles.items():
+                if matches(pattern, name):
+                    last = name.rsplit(".", 1)[-1]
+                    return LATENT_ATTENTION.get(last, word) if roles is self.plan else word
+        parent = self.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
+        if parent is not None and hasattr(parent, "kv_a_proj_with_mqa"):
+            return LATENT_ATTENTION.get(name.rsplit(".", 1)[-1])
+        return None
+
+    def _why(self, name: str) -> str:
+        for roles, why in (
+            (self.given, "given by the user"),
+            (self.family.roles, "the table of families"),
+            (self.plan, "the model's own plan"),
+        ):
+            if any(matches(pattern, name) for pattern in roles):
+                return why
+        return ""
+
+    def _check_words(self) -> None:
+        everything = {*self.modules, *(n for n, _ in self.model.named_parameters())}
+        for pattern, word in self.given.items():
+            if word not in WORDS:
+                near = difflib.get_close_matches(word, sorted(WORDS), n=1)
+                hint = f"did you mean {near[0]!r}" if near else f"use one of {', '.join(sorted(WORDS))}"
+                raise ValueError(f"role {word!r} of {pattern!r} is not one that Fourfold knows; {hint}")
+            if not any(matches(pattern, name) for name in everything):
+                near = difflib.get_close_matches(pattern, sorted(everything), n=1, cutoff=0.3)
+                hint = (
+                    f"the nearest is {near[0]!r}"
+                    if near
+                    else "list(model.named_modules()) shows what there is"
+                )
+                raise ValueError(
+                    f"a role was given for {pattern!r}, but none of the {len(self.modules)} modules of "
+                    f"{type(self.model).__name__} has that name; {hint}"
+                )
+
+    def _no_role(self, name: str, module: nn.Module, what: str) -> Refused:
+        return Refused(
+            f"{name} ({type(module).__name__}) is {what} for which {type(self.model).__name__} has no role, so how it acts "
+            f"on features cut over y={self.grid.y} and x={self.grid.x} is not known; pass roles={{{name!r}: ...}} if you "
+            "know, or use x=1 and y=1"
+        )
+
+    def _missing_style(self, name: str, word: str) -> Refused:
+        return Refused(
+            f"{name}: plan style {word!r} is not supported on y={self.grid.y}, x={self.grid.x}; use x=1 and y=1 "
+            "(z and data work with any model)"
+        )
+
+
+def _call(model: nn.Module, method: str) -> nn.Module | None:
+    function = getattr(model, method, None)
+    if function is None:
+        return None
+    try:
+        found = function()
+    except (NotImplementedError, AttributeError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _first_int(owner: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if any(True for _ in module.children()):
+        return False
+    name = type(module).__name__.lower()
+    if "norm" not in name or "batchnorm" in name or "groupnorm" in name:
+        return False
+    return set(module._parameters) <= {"weight", "bias"}
