@@ -1,3 +1,28 @@
-"""Fourfold: PyTorch-native 4D parallel training, with a planner that says first what a run will take."""
+"""Fourfold: PyTorch-native 4D parallel training of Hugging Face models."""
+
+from fourfold.grid import Grid, factorisations
+from fourfold.parallel.clip import clip_grad_norm_
+from fourfold.parallel.loss import count_labels, cross_entropy, full_logits
+from fourfold.parallel.optimizer import on_shards
+from fourfold.parallel.parallelize import parallelize
+from fourfold.parallel.report import Report
+from fourfold.parallel.roles import Refused
+from fourfold.parallel.weights import accumulating
+from fourfold.ranks import RankPool
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Grid",
+    "RankPool",
+    "Refused",
+    "Report",
+    "accumulating",
+    "clip_grad_norm_",
+    "count_labels",
+    "cross_entropy",
+    "factorisations",
+    "full_logits",
+    "on_shards",
+    "parallelize",
+]

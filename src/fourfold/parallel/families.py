@@ -21,7 +21,9 @@ class Family:
     inner_attributes: tuple[str, ...] = ()
     # Attention reads head counts from its config instead of its own attributes.
     heads_from_config: bool = False
-    # Arguments of attention that carry one slice for each head: name -> "heads" or "batch*heads" (of dim 0), "dim 1".
+    # Modules whose output is whole on each rank where the next one reads hidden features: cut over y behind them.
+    cut_outputs: tuple[str, ...] = ()
+    # Arguments of attention that carry one slice for each head: name -> the dim, "heads", "batch*heads" or "batch,heads".
     head_arguments: Mapping[str, str] = field(default_factory=dict)
     # Why the family's code cannot be cut exactly, if it cannot.
     refused: str | None = None
@@ -73,10 +75,18 @@ FAMILIES: dict[str, Family] = {
         inner_attributes=("split_size", "embed_dim"),
     ),
     "opt": Family(_under("model.decoder.layers.*", _FAIRSEQ_LIKE), inner_attributes=("embed_dim",)),
-    "xglm": Family(_under("model.layers.*", _FAIRSEQ_LIKE), inner_attributes=("embed_dim",)),
+    "xglm": Family(
+        _under("model.layers.*", _FAIRSEQ_LIKE),
+        inner_attributes=("embed_dim",),
+        cut_outputs=("model.embed_positions",),  # sines and cosines, made for all features
+    ),
     "biogpt": Family(_under("biogpt.layers.*", _FAIRSEQ_LIKE), inner_attributes=("embed_dim",)),
     "bloom": Family(_under("transformer.h.*", _BLOOM_LIKE), head_arguments={"alibi": "batch*heads"}),
-    "falcon": Family(_under("transformer.h.*", _BLOOM_LIKE), head_arguments={"alibi": "batch*heads"}),
+    # With ALiBi, its slopes are part of the attention mask.
+    "falcon": Family(
+        _under("transformer.h.*", _BLOOM_LIKE),
+        head_arguments={"alibi": "batch*heads", "attention_mask": "batch,heads"},
+    ),
     "gpt_neo": Family(
         _under(
             "transformer.h.*",
@@ -132,8 +142,74 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "stablelm": Family(_LLAMA_LIKE),
-    "bitnet": Family(_LLAMA_LIKE),
-    "diffllama": Family(_LLAMA_LIKE),
+    "hunyuan_v1_dense": Family(_LLAMA_LIKE),
+    "bitnet": Family(
+        {
+            **_LLAMA_LIKE,
+            "*.layers.*.self_attn.attn_sub_norm": "norm_x",
+            "*.layers.*.mlp.ffn_sub_norm": "norm_x",
+        }
+    ),
+    "diffllama": Family(
+        refused="its attention takes the difference of head i and head i + heads/2, which a cut over x parts"
+    ),
+    "codegen": Family(
+        refused="its fused projection is ordered for four model-parallel ranks (mp_num = 4 in CodeGenAttention.forward)"
+    ),
+    "ctrl": Family(
+        refused="it adds a table of positions for all features in CTRLModel.forward, where no module can be cut"
+    ),
+    "gpt_neox_japanese": Family(
+        _under(
+            "gpt_neox_japanese.layers.*",
+            {
+                "attention.query_key_value": "colwise",
+                "attention.dense": "rowwise",
+                "attention.dense_bias": "features",
+                **_NEOX_LIKE,
+            },
+        ),
+    ),
+    "apertus": Family(
+        {
+            "model.layers.*.mlp.act_fn.alpha_p": "replicated_with_grad_allreduce",
+            "model.layers.*.mlp.act_fn.alpha_n": "replicated_with_grad_allreduce",
+        }
+    ),
+    "doge": Family(
+        refused="its attention keeps the largest entries of a mask that is computed for all key/value heads together"
+    ),
+    "muse_glimmer_assistant": Family(
+        refused="its encoder.fc, in the plan as rowwise_split_input, reads features that no layer before it has cut"
+    ),
+    "hrm_text": Family({"model.z_L_init": "features"}),
+    "esmc": Family(
+        {
+            "lm_head.dense": "latent",
+            "lm_head.layer_norm": "replicated",
+            "lm_head.decoder": "colwise_from_latent",
+        }
+    ),
+    "ultrabert": Family({"head.linear1": "colwise", "head.linear2": "rowwise", "head.decoder": "colwise"}),
+    "modernbert-decoder": Family(
+        {
+            **_under(
+                "model.layers.*.attn",
+                {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "Wo": "rowwise"},
+            ),
+            **_under("model.layers.*.mlp", {"Wi": "colwise", "Wo": "rowwise"}),
+            "lm_head.dense": "latent",
+            "lm_head.norm": "replicated",
+        },
+        packed={"model.layers.*.mlp.Wi": "halves"},
+        cut_outputs=("lm_head.norm",),
+    ),
+    "t5gemma": Family(
+        _under(
+            "model.decoder.layers.*.cross_attn",
+            {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"},
+        ),
+    ),
     "emu3_text_model": Family(_LLAMA_LIKE),
     "phi3": Family(
         packed={"*.layers.*.self_attn.qkv_proj": "q,k,v", "*.layers.*.mlp.gate_up_proj": "halves"},

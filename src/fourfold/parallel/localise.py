@@ -6,14 +6,13 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Axis, Grid
 from fourfold.parallel.collectives import sum_backward
 from fourfold.parallel.families import Family
-from fourfold.parallel.roles import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES
+from fourfold.parallel.roles import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES, Refused
 
 
 def show_local_parameters(module: nn.Module, gradient_sum: Mapping[str, Axis | None], grid: Grid) -> None:
@@ -73,6 +72,29 @@ def show_local_heads(module: nn.Module, family: Family, grid: Grid, *, replicate
     return changed
 
 
+def cut_output(module: nn.Module, grid: Grid) -> None:
+    """What a module gives whole is cut over y: each rank takes its own hidden features."""
+
+    def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # Each y rank has the gradient of its own part alone; together they are the whole.
+        whole = sum_backward(output, grid.collectives, "y", "activation")
+        return whole.chunk(grid.y, dim=-1)[grid.coordinate("y")]
+
+    module.register_forward_hook(cut)
+
+
+def forbid(module: nn.Module, name: str, grid: Grid) -> None:
+    """A part of a multimodal model that is not cut must not be used: its features would not fit those of the text."""
+
+    def refuse(*_: Any) -> None:
+        raise Refused(
+            f"{name} is not part of the language model, and what it gives is not cut over y={grid.y}, x={grid.x}: text "
+            "alone can be trained on this grid; use x=1 and y=1 for other inputs"
+        )
+
+    module.register_forward_pre_hook(refuse)
+
+
 def _config_heads(module: nn.Module) -> tuple[int, int]:
     config: Any = module.config
     return config.num_attention_heads, config.num_key_value_heads
@@ -92,9 +114,12 @@ def _own_heads(arguments: Mapping[str, str], grid: Grid) -> Any:
             if shape == "batch*heads" and value.ndim == 3:
                 by_head = value.view(batch, -1, *value.shape[1:])
                 kwargs[name] = by_head.chunk(grid.x, dim=1)[grid.coordinate("x")].flatten(0, 1)
-            else:
-                dim = 0 if shape == "heads" else 1
-                kwargs[name] = torch.chunk(value, grid.x, dim=dim)[grid.coordinate("x")]
+            elif shape == "heads":
+                kwargs[name] = value.chunk(grid.x, dim=0)[grid.coordinate("x")]
+            elif (
+                value.ndim > 1 and value.shape[1] > 1
+            ):  # batch and heads apart, unless one slice serves all heads
+                kwargs[name] = value.chunk(grid.x, dim=1)[grid.coordinate("x")]
         return args, kwargs
 
     return cut

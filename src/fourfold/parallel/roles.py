@@ -18,6 +18,7 @@ and a few that 4D needs beside them:
     features                        a parameter with one number for each hidden feature: on y
     latent, colwise_from_latent     linears from y to all ranks, and from there to x (latent attention)
     replicated                      whole on each rank, used for the same numbers on each
+    idle                            whole on each rank and not to be used: the towers of a multimodal model
 
 A user passes roles in the same words, `*` standing for one part of a name: ``{"blocks.*.attn.qkv": "colwise"}``.
 """
@@ -151,9 +152,16 @@ class _Assignment:
                 f"y={self.grid.y} does not divide hidden_size={self.hidden} of {type(self.model).__name__}; "
                 f"use a y that divides {self.hidden}"
             )
+        self._check_styles()
         roles: list[Role] = []
+        idle = idle_towers(self.model)
+        text = _text_root(self.model) if idle else ""
         for name, module in self.modules.items():
-            if isinstance(module, nn.Embedding):
+            tower = next((t for t in idle if name == t or name.startswith(f"{t}.")), None)
+            if tower is not None or ((idle and text.startswith(f"{name}.")) or (idle and not name)):
+                if module._parameters:
+                    roles.append(Role(name, "idle", f"{tower or name}: not part of the language model"))
+            elif isinstance(module, nn.Embedding):
                 roles.append(self._embedding(name, module))
             elif is_linear(module):
                 roles.append(self._linear(name, module))
@@ -407,6 +415,14 @@ class _Assignment:
                     f"{type(self.model).__name__} has that name; {hint}"
                 )
 
+    def _check_styles(self) -> None:
+        """A style of the model's own plan that is not supported is the reason to name, before any module of it."""
+        for pattern, word in self.plan.items():
+            if word not in WORDS and not any(matches(p, pattern) for p in self.given):
+                name = next((n for n in self.modules if matches(pattern, n)), None)
+                if name is not None:
+                    raise self._missing_style(name, word)
+
     def _no_role(self, name: str, module: nn.Module, what: str) -> Refused:
         return Refused(
             f"{name} ({type(module).__name__}) is {what} for which {type(self.model).__name__} has no role, so how it acts "
@@ -419,6 +435,32 @@ class _Assignment:
             f"{name}: plan style {word!r} is not supported on y={self.grid.y}, x={self.grid.x}; use x=1 and y=1 "
             "(z and data work with any model)"
         )
+
+
+def _text_root(model: nn.Module) -> str:
+    """The name of the module that holds the input embedding."""
+    embedding = _call(model, "get_input_embeddings")
+    return next((n.rpartition(".")[0] for n, m in model.named_modules() if m is embedding), "")
+
+
+def idle_towers(model: nn.Module) -> list[str]:
+    """The parts of a multimodal model that text does not pass: neither its language model nor the head."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
+        return []
+    if config.get_text_config() is config:
+        return []
+    root, head = _text_root(model), _call(model, "get_output_embeddings")
+    towers = []
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        beside = (
+            name and (not parent or root.startswith(f"{parent}.")) and not f"{root}.".startswith(f"{name}.")
+        )
+        used = any(m is head for m in module.modules())
+        if beside and root and not used and next(module.parameters(), None) is not None:
+            towers.append(name)
+    return towers
 
 
 def _call(model: nn.Module, method: str) -> nn.Module | None:

@@ -13,10 +13,10 @@ from fourfold.grid import Axis, Grid
 from fourfold.parallel.embedding import Embedding4D
 from fourfold.parallel.layout import Layout
 from fourfold.parallel.linear import Linear4D, SiblingGroup
-from fourfold.parallel.localise import show_local_heads, show_local_parameters
+from fourfold.parallel.localise import cut_output, forbid, show_local_heads, show_local_parameters
 from fourfold.parallel.norm import Norm4D
 from fourfold.parallel.random import Dropout
-from fourfold.parallel.roles import Role, family_of, linear_shape
+from fourfold.parallel.roles import Role, family_of, idle_towers, linear_shape, matches
 
 
 @dataclass
@@ -63,6 +63,12 @@ class _Swap:
             if role.word == "embedding_rowwise" and not tied:
                 self.out.embedding = self._find(role.name)[0]
         self._heads(roles)
+        for name, module in self.model.named_modules():
+            if self.grid.y > 1 and any(matches(pattern, name) for pattern in self.family.cut_outputs):
+                cut_output(module, self.grid)
+        for tower in idle_towers(self.model) if self.grid.x * self.grid.y > 1 else ():
+            forbid(self.model.get_submodule(tower), tower, self.grid)
+            self.out.notes.append(f"{tower} is idle: on this grid the model trains on text alone")
         return self.out
 
     # -- one kind each ----------------------------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+"""Which families of transformers train exactly: a row for each.
+
+Every family with a tensor-parallel plan of its own, and those of Fourfold's table, at a tiny random configuration made
+from its own config class, on two grids. The loss and every gradient are compared with the stock model in one process.
+
+    verified        exact on both grids
+    refused: why    not trained: said before the first step, with the module or plan style that stands in the way
+    failed: why     a defect: neither exact nor refused
+
+    python -m benchmarks.families
+    python -m benchmarks.families --only llama gpt2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.tiny_models import Family, families, find_family, tiny_batch, tiny_loss, tiny_model
+from fourfold.grid import Grid
+from fourfold.parallel.parallelize import parallelize
+from fourfold.parallel.roles import Refused, idle_towers
+from fourfold.ranks import RankError, RankPool
+
+GRIDS = ((1, 2, 2, 2), (1, 1, 2, 4))
+RANKS = 8
+LOSS_BAR = 1e-5
+GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
+# A gradient whose true value is zero (a bias of k, which softmax cancels) is rounding noise and has no maximum of its
+# own to compare with. Below ZERO of the model's largest gradient entry a gradient counts as zero, and its error is
+# measured against ZERO_SCALE of that largest entry: it passes if the noise is below 1e-7 of it.
+ZERO = 1e-5
+ZERO_SCALE = 1e-3
+VERIFIED_BAR = 60
+PLAIN_STYLES = {"colwise", "rowwise"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: str
+    detail: str = ""
+    gradient: float = 0.0
+
+
+def check_rank(name: str, shape: tuple[int, int, int, int]) -> Outcome:
+    """One family on one grid, on this rank: the stock model first, then the parallel one."""
+    family = find_family(name)
+    stock = tiny_model(family)
+    batch = tiny_batch(stock)
+    expected = tiny_loss(stock, batch)
+    expected.backward()
+    gradients = {n: p.grad for n, p in stock.named_parameters()}
+    largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
+
+    model = tiny_model(family)
+    grid = Grid.create(shape, timeout_s=60)
+    try:
+        report = parallelize(model, grid)
+    except Refused as error:
+        return Outcome("refused", str(error))
+    sequences = next(len(v) for v in batch.values() if isinstance(v, Tensor))
+    rows = grid.local_rows(sequences)
+    part = {
+        k: v[rows] if isinstance(v, Tensor) and v.ndim and len(v) == sequences else v
+        for k, v in batch.items()
+    }
+    loss = tiny_loss(model, part)
+    loss.backward()
+    loss_error = abs(loss.item() - expected.item()) / abs(expected.item())
+    worst, where = 0.0, ""
+    for parameter_name, parameter in model.named_parameters():
+        layout = report.layouts[parameter_name]
+        whole = gradients[layout.hf_name]
+        if parameter.grad is None or whole is None:
+            if parameter.grad is not None and parameter.grad.to_local().abs().max() > 0:
+                return Outcome("failed", f"{parameter_name} has a gradient, in the stock model it has none")
+            if whole is not None and whole.abs().max() > 0:
+                return Outcome("failed", f"{parameter_name} has no gradient")
+            continue
+        local = parameter.grad.to_local()
+        part_of_whole = whole[layout.in_hf(layout.shard(grid))]
+        if local.numel():
+            maximum = float(whole.abs().max())
+            scale = maximum if maximum > ZERO * largest else ZERO_SCALE * largest
+            error = float((local - part_of_whole).abs().max()) / scale
+            if not error <= worst:
+                worst, where = error, parameter_name
+    if not loss_error <= LOSS_BAR:
+        return Outcome("failed", f"loss {loss.item():.7g} instead of {expected.item():.7g}", worst)
+    if not worst <= GRADIENT_BAR:
+        return Outcome("failed", f"gradient of {where} is off by {worst:.1e} of its maximum", worst)
+    idle = idle_towers(model)
+    return Outcome("verified", f" text alone, {', '.join(idle)} idle" if idle else "", worst)
+
+
+def check(pool: RankPool, family: Family) -> Outcome:
+    """The outcome of a family over all grids and ranks: the worst of them."""
+    worst = Outcome("verified")
+    for shape in GRIDS:
+        try:
+            outcomes = pool.run(check_rank, RANKS, family.name, shape, timeout_s=180)
+        except RankError as error:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            raised = [line for line in lines if not line.startswith((" ", "then rank", "rank "))]
+            return Outcome("failed", f"{shape}: {raised[-1] if raised else lines[0]}")
+        for status in ("failed", "refused"):
+            found = next((o for o in outcomes if o.status == status), None)
+            if found is not None:
+                return found
+        worst = max([worst, *outcomes], key=lambda o: o.gradient)
+    return worst
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="FAMILY", help="these families alone; no bar on their number"
+    )
+    options = parser.parse_args(arguments)
+    chosen = [find_family(name) for name in options.only] if options.only else families()
+    print(
+        f"grids {GRIDS}, loss within {LOSS_BAR:g}, gradients within {GRADIENT_BAR:g} of their own maximum; Gloo on CPU, fp32"
+    )
+    start_s = time.perf_counter()
+    counts: Counter[str] = Counter()
+    short: list[str] = []
+    worst = 0.0
+    torch.set_num_threads(1)
+    with RankPool(RANKS, quiet=True) as pool:
+        for family in chosen:
+            outcome = check(pool, family)
+            counts[outcome.status] += 1
+            if outcome.status == "verified":
+                worst = max(worst, outcome.gradient)
+            elif set(family.plan_styles) and set(family.plan_styles) <= PLAIN_STYLES:
+                short.append(family.name)
+            figure = (
+                f" {outcome.gradient:.1e}{outcome.detail}"
+                if outcome.status == "verified"
+                else f": {outcome.detail}"
+            )
+            print(f"{family.name:28} {outcome.status}{figure}", flush=True)
+    if short:
+        print(f"plans of colwise and rowwise alone that are not verified: {', '.join(short)}")
+    print(
+        f"families: {counts['verified']} verified, {counts['refused']} refused, {counts['failed']} failed of {len(chosen)}, "
+        f"worst gradient error {worst:.2e}, {time.perf_counter() - start_s:.0f} s"
+    )
+    enough = options.only or counts["verified"] >= VERIFIED_BAR
+    return 0 if enough and not counts["failed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
