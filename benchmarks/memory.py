@@ -1,0 +1,107 @@
+"""Does a rank that loads a checkpoint ever hold more than its own part?
+
+A Llama checkpoint of more than 400 MB is written, then eight ranks build the model on meta and load it onto
+(1, 2, 2, 2). The peak of each rank's resident memory may rise by its own shard, the largest single tensor's shard and
+50 MB for all else (Python objects of the model, staging buffers, process groups).
+
+    python -m benchmarks.memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from fourfold.grid import Grid
+from fourfold.parallel.parallelize import parallelize
+from fourfold.ranks import RankPool
+
+GRID = (1, 2, 2, 2)
+MARGIN_MB = 50.0
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Use:
+    rise_mb: float
+    shard_mb: float
+    largest_mb: float
+    checksum: float
+
+    @property
+    def limit_mb(self) -> float:
+        return self.shard_mb + self.largest_mb + MARGIN_MB
+
+
+def resident_mb(field: str) -> float:
+    """VmRSS (now) or VmHWM (the most since the last reset) of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024 / MB
+    raise RuntimeError(f"{field} is not in /proc/self/status")
+
+
+def load_rank(folder: Path) -> Use:
+    grid = Grid.create(GRID, timeout_s=120)
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's way to reset VmHWM
+    before_mb = resident_mb("VmRSS")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    parallelize(model, grid, checkpoint=folder)
+    rise_mb = resident_mb("VmHWM") - before_mb
+    shards = [p.to_local() for p in model.parameters()]
+    sizes_mb = [s.numel() * s.element_size() / MB for s in shards]
+    return Use(rise_mb, sum(sizes_mb), max(sizes_mb), sum(float(s.double().sum()) for s in shards))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=8,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            vocab_size=16_000,
+        )
+        model = LlamaForCausalLM(config)
+        model.save_pretrained(folder, max_shard_size="200MB")
+        checksum = sum(float(p.detach().double().sum()) for p in model.parameters())
+        files = sorted(folder.glob("*.safetensors"))
+        size_mb = sum(f.stat().st_size for f in files) / MB
+        del model
+        print(f"checkpoint: {size_mb:.0f} MB in {len(files)} files; 8 ranks on (data, z, y, x) = {GRID}")
+        with RankPool(8) as pool:
+            uses: list[Use] = pool.run(load_rank, 8, folder, timeout_s=300)
+    for rank, use in enumerate(uses):
+        print(
+            f"rank {rank}: resident memory rose by {use.rise_mb:6.1f} MB; limit {use.limit_mb:6.1f} MB = shard "
+            f"{use.shard_mb:.1f} + largest tensor's shard {use.largest_mb:.1f} + {MARGIN_MB:.0f}"
+        )
+    # Norms are replicated on x: 17 vectors counted twice, all ones when fresh.
+    twice = (2 * config.num_hidden_layers + 1) * config.hidden_size
+    right = abs(sum(u.checksum for u in uses) - twice - checksum) < 1e-6 * max(1.0, abs(checksum))
+    print(
+        f"sum of all weights: {sum(u.checksum for u in uses) - twice:.6f} on the ranks, {checksum:.6f} in the checkpoint"
+    )
+    good = right and size_mb >= 400 and all(u.rise_mb <= u.limit_mb for u in uses)
+    worst = max(uses, key=lambda u: u.rise_mb - u.limit_mb)
+    print(
+        f"memory: worst rank rose by {worst.rise_mb:.1f} MB of {worst.limit_mb:.1f} MB allowed, {'within' if good else 'NOT within'} the bar"
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

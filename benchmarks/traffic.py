@@ -1,0 +1,198 @@
+"""Does each rank send what the algorithm says, and nothing more?
+
+One training step of Llama and GPT-2 on five grids. The bytes sent per axis are compared with the formulas of the 4D
+algorithm, computed here from the model's sizes alone, and have to be equal to the byte. Statistics of norms, the
+scalars of the loss and gradients of replicated parameters are small and listed apart. Each block makes two forward and
+two backward all-reduces of activations on each tensor axis that is larger than one.
+
+    python -m benchmarks.traffic
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from fourfold.grid import Grid
+from fourfold.parallel.collectives import Entry
+from fourfold.parallel.parallelize import parallelize
+from fourfold.ranks import RankPool
+
+GRIDS = ((1, 1, 1, 8), (1, 1, 4, 2), (1, 2, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))
+BATCH, SEQUENCE = 8, 16
+BYTES = 4  # fp32
+H, FFN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY, POSITIONS = 64, 128, 8, 8, 8, 3, 128, 32
+APART = ("norm", "loss", "clip", "replica")
+
+
+def build(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    common = {
+        "hidden_size": H,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": VOCABULARY,
+    }
+    tokens = {"bos_token_id": 0, "eos_token_id": 1}
+    if kind == "llama":
+        config = LlamaConfig(**common, **tokens, intermediate_size=FFN, num_key_value_heads=KV_HEADS)
+        return LlamaForCausalLM(config)
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**common, **tokens, n_inner=FFN, n_positions=POSITIONS, **dropout))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """O = I W of DESIGN's table: k input and n output features, with the axes that cut them."""
+
+    k: int
+    n: int
+    in_axis: str
+    out_axis: str
+
+
+def _blocks(kind: str) -> list[list[Linear]]:
+    """The groups of linears of one block that share one input; a fused projection is one linear."""
+    inner = HEADS * HEAD_DIM
+    qkv = inner + 2 * KV_HEADS * HEAD_DIM
+    up = 2 * FFN if kind == "llama" else FFN
+    return [
+        [Linear(H, qkv, "y", "x")],
+        [Linear(inner, H, "x", "y")],
+        [Linear(H, up, "y", "x")],
+        [Linear(FFN, H, "x", "y")],
+    ]
+
+
+def expected(kind: str, shape: tuple[int, int, int, int]) -> dict[tuple[str, str], Fraction]:
+    """Bytes that each rank sends in one step, by axis and purpose, from the formulas alone."""
+    size = dict(zip(("data", "z", "y", "x"), shape, strict=True))
+    tokens = BATCH * SEQUENCE // (size["data"] * size["z"])  # m / Gz
+    sent: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
+
+    def all_reduce(axis: str, elements: Fraction | int, purpose: str) -> None:
+        sent[axis, purpose] += Fraction(2 * (size[axis] - 1), size[axis]) * elements * BYTES
+
+    def gather(elements: Fraction | int, times: int) -> None:
+        sent["z", "weight"] += times * Fraction(size["z"] - 1, size["z"]) * elements * BYTES
+
+    def gradient(elements: Fraction | int) -> None:
+        sent["z", "gradient"] += Fraction(size["z"] - 1, size["z"]) * elements * BYTES
+        all_reduce("data", Fraction(elements, size["z"]), "gradient")
+
+    head = Linear(H, VOCABULARY, "y", "x")
+    for group in [*(g for _ in range(LAYERS) for g in _blocks(kind)), [head]]:
+        for linear in group:
+            all_reduce(linear.in_axis, Fraction(tokens * linear.n, size[linear.out_axis]), "activation")
+        k = group[0].k  # one gradient of the shared input
+        all_reduce(group[0].out_axis, Fraction(tokens * k, size[group[0].in_axis]), "activation")
+    # The lookup in a vocabulary that is cut over x: one all-reduce forward, none backward.
+    all_reduce("x", Fraction(tokens * H, size["y"]), "activation")
+
+    block = Fraction(sum(linear.k * linear.n for g in _blocks(kind) for linear in g), size["y"] * size["x"])
+    norm = Fraction(H, size["y"])
+    if kind == "llama":
+        block += 2 * norm
+        table = Fraction(VOCABULARY * H, size["x"] * size["y"])
+        for elements, times in ((block, 2), (table, 1), (table, 1), (norm, 1)):
+            repeat = LAYERS if elements is block else 1
+            gather(elements * repeat, times)
+            gradient(elements * repeat)
+    else:
+        inner = HEADS * HEAD_DIM
+        biases = Fraction(3 * inner + FFN, size["x"]) + Fraction(2 * H, size["y"])
+        block += 4 * norm + biases
+        outside = (
+            Fraction(VOCABULARY * H, size["x"] * size["y"]) + Fraction(POSITIONS * H, size["y"]) + 2 * norm
+        )
+        for elements, times in (
+            (block * LAYERS, 2),
+            (outside, 1),
+        ):  # tied embedding, positions, last norm: kept
+            gather(elements, times)
+            gradient(elements)
+    return {key: value for key, value in sent.items() if value}
+
+
+def count_rank(kind: str, shape: tuple[int, int, int, int]) -> tuple[list[Entry], list[Entry]]:
+    """The accounts of forward and backward on this rank, after a first step that settles who are siblings."""
+    model = build(kind)
+    grid = Grid.create(shape, timeout_s=60)
+    parallelize(model, grid)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    ids = ids[grid.local_rows(BATCH)]
+    model(input_ids=ids, labels=ids).loss.backward()
+    with grid.collectives.counting() as forward:
+        loss = model(input_ids=ids, labels=ids).loss
+    with grid.collectives.counting() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def check(
+    kind: str, shape: tuple[int, int, int, int], forward: list[Entry], backward: list[Entry]
+) -> list[str]:
+    """What is not as the formulas say; empty if all is."""
+    wrong = []
+    entries = [*forward, *backward]
+    measured: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
+    for entry in entries:
+        if entry.purpose not in APART:
+            factor = Fraction((2 if entry.kind == "all_reduce" else 1) * (entry.ranks - 1), entry.ranks)
+            measured[entry.axis, entry.purpose] += factor * entry.payload_bytes
+    formula = expected(kind, shape)
+    for key in sorted(set(measured) | set(formula)):
+        if measured[key] != formula.get(key, 0):
+            wrong.append(
+                f"{key}: sent {float(measured[key]):.0f} bytes, the formula says {float(formula.get(key, 0)):.0f}"
+            )
+    # Two forward and two backward in each block; the head adds one on y forward and one on x backward, the embedding
+    # one on x forward.
+    for axis, passes in (("y", (2 * LAYERS + 1, 2 * LAYERS)), ("x", (2 * LAYERS + 1, 2 * LAYERS + 1))):
+        if shape[("data", "z", "y", "x").index(axis)] == 1:
+            continue
+        for name, part, right in (("forward", forward, passes[0]), ("backward", backward, passes[1])):
+            calls = sum(e.calls for e in part if e.axis == axis and e.purpose == "activation")
+            if calls != right:
+                wrong.append(f"{axis}: {calls} {name} all-reduces of activations instead of {right}")
+    return wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(arguments)
+    equal = total = 0
+    with RankPool(8) as pool:
+        for kind in ("llama", "gpt2"):
+            for shape in GRIDS:
+                accounts = pool.run(count_rank, 8, kind, shape)
+                wrong = [w for forward, backward in accounts for w in check(kind, shape, forward, backward)]
+                total += 1
+                equal += not wrong
+                print(
+                    f"{kind} on (data, z, y, x) = {shape}: {'as the formulas say' if not wrong else 'NOT as the formulas say'}"
+                )
+                for way, entry in [
+                    (w, e) for w, part in zip(("forward", "backward"), accounts[0], strict=True) for e in part
+                ]:
+                    apart = "  (apart)" if entry.purpose in APART else ""
+                    print(
+                        f"    {way:8} {entry.axis:4} {entry.kind:14} {entry.purpose:10} {entry.calls:3} calls "
+                        f"{entry.bytes_sent:10.0f} bytes sent{apart}"
+                    )
+                for line in dict.fromkeys(wrong):
+                    print(f"    WRONG {line}")
+    print(f"traffic: {equal}/{total} model and grid pairs send exactly the bytes of the formulas")
+    return 0 if equal == total else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
