@@ -28,7 +28,7 @@ from fourfold.grid import Axis
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 # What a collective is for. Activations and weights are the algorithm's traffic; the rest is small and listed apart.
-Purpose = Literal["activation", "weight", "gradient", "norm", "loss", "clip", "replica", "logits"]
+Purpose = Literal["activation", "weight", "gradient", "norm", "loss", "clip", "replica", "logits", "check"]
 
 
 @dataclass(frozen=True)

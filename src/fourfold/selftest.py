@@ -1,0 +1,300 @@
+"""Does this machine train exactly? A short form of the parity check, on whatever devices and back end there are.
+
+    torchrun --nproc-per-node 8 -m fourfold.selftest
+
+Small models take three AdamW steps with clipping on several grids of the running ranks (NCCL on CUDA, Gloo on CPU);
+each rank compares what it holds with the stock Hugging Face model that it trains by itself. The table can be pasted
+into a bug report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from fourfold.grid import AXES, Grid, factorisations
+from fourfold.parallel.clip import clip_grad_norm_
+from fourfold.parallel.optimizer import on_shards
+from fourfold.parallel.parallelize import parallelize
+
+LOSS_BAR = 1e-5  # relative
+GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
+PARAMETER_BAR = 1e-4  # of the parameter's own largest entry
+STEPS = 3
+LEARNING_RATE = 1e-3
+MAX_NORM = 0.5  # below the norms that occur, so that clipping acts in each step
+# AdamW divides by sqrt(v) + eps. With its usual 1e-8, entries whose true gradient is zero get a full update in the
+# direction of their rounding noise; with this eps an update is decided by the gradient.
+EPS = 1e-5
+VOCABULARY = 131  # does not divide over any axis
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+_FFN: dict[str, Any] = {"intermediate_size": 128, "max_position_embeddings": 64}
+
+
+def _gpt2() -> nn.Module:
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return cast(nn.Module, GPT2LMHeadModel(GPT2Config(**_SMALL, n_inner=128, n_positions=64, **dropout)))
+
+
+def _gemma2() -> nn.Module:
+    config = Gemma2Config(
+        **_SMALL, **_FFN, num_key_value_heads=8, head_dim=16, sliding_window=8, attn_implementation="eager"
+    )
+    return cast(nn.Module, Gemma2ForCausalLM(config))
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    # grouped-query attention: at x = 8 the four key/value heads are replicated
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SMALL, **_FFN, num_key_value_heads=4)),
+    # Conv1D, tied, LayerNorm, biases, learned positions
+    "gpt2": _gpt2,
+    # norms of q and k
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SMALL, **_FFN, num_key_value_heads=8, head_dim=16)),
+    # scaled embeddings, 1 + w, soft-capping of attention and logits, sliding windows
+    "gemma2": _gemma2,
+    # fused QKV with bias, parallel residual
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_SMALL, **_FFN)),
+}
+
+
+def build(kind: str) -> nn.Module:
+    """A small model with random weights, the same in every process."""
+    torch.manual_seed(0)
+    model = KINDS[kind]()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for (
+            parameter
+        ) in model.parameters():  # biases start at 0 and norms at 1: give each something to get wrong
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    return model.train()
+
+
+def batches(sequences: int) -> list[tuple[Tensor, Tensor]]:
+    """A batch for each step, with labels masked so that each sequence counts another number of them."""
+    generator = torch.Generator().manual_seed(2)
+    out = []
+    for _ in range(STEPS):
+        ids = torch.randint(VOCABULARY, (sequences, 12), generator=generator)
+        labels = ids.clone()
+        for row in range(sequences):
+            labels[row, : row % 11] = -100
+        out.append((ids, labels))
+    return out
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What three steps of the stock model gave."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+
+
+@functools.cache
+def reference(kind: str, sequences: int, device: torch.device) -> Trained:
+    """Train the stock model in this process alone."""
+    model = build(kind).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
+    losses, gradients = [], []
+    for ids, labels in batches(sequences):
+        loss = model(input_ids=ids.to(device), labels=labels.to(device)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        losses.append(loss.item())
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, gradients, {n: p.detach() for n, p in model.named_parameters()})
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The largest errors; not a number counts as infinite."""
+
+    loss: float
+    gradient: float
+    parameter: float
+    worst_gradient: str = ""
+
+    def within_bars(self) -> bool:
+        return self.loss <= LOSS_BAR and self.gradient <= GRADIENT_BAR and self.parameter <= PARAMETER_BAR
+
+    @staticmethod
+    def worst(errors: list[Errors]) -> Errors:
+        return Errors(
+            max(e.loss for e in errors),
+            max(e.gradient for e in errors),
+            max(e.parameter for e in errors),
+            max(errors, key=lambda e: e.gradient).worst_gradient,
+        )
+
+
+def _relative(ours: Tensor, part: Tensor, whole: Tensor) -> float:
+    """The largest difference in this part, relative to the largest entry of the whole."""
+    if not part.numel():
+        return 0.0
+    error = float((ours - part).abs().max() / whole.abs().max())
+    return error if error == error else float("inf")
+
+
+def train_on(
+    grid: Grid, kind: str, change: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+) -> Errors:
+    """Train on the grid; the errors of what this rank holds. ``change`` may plant a fault, to see it found."""
+    sequences = grid.data * grid.z * grid.y * grid.x
+    right = reference(kind, sequences, grid.device)
+    model = build(kind)
+    report = parallelize(model, grid)
+    optimizer = on_shards(torch.optim.AdamW)(model.parameters(), lr=LEARNING_RATE, eps=EPS, foreach=True)
+    parameters = {n: (p, report.layouts[n]) for n, p in model.named_parameters()}
+    loss_error, parameter_error = 0.0, 0.0
+    gradients = dict.fromkeys(parameters, 0.0)
+    with change(model) if change else nullcontext():
+        for step, (ids, labels) in enumerate(batches(sequences)):
+            rows = grid.local_rows(sequences)
+            loss = model(input_ids=ids[rows].to(grid.device), labels=labels[rows].to(grid.device)).loss
+            loss.backward()
+            clip_grad_norm_(model.parameters(), MAX_NORM, grid)
+            error = abs(loss.item() - right.losses[step]) / abs(right.losses[step])
+            loss_error = max(loss_error, error if error == error else float("inf"))
+            for name, (parameter, layout) in parameters.items():
+                whole = right.gradients[step][layout.hf_name]
+                part = whole[layout.in_hf(layout.shard(grid))]
+                local = cast(DTensor, parameter.grad).to_local()
+                gradients[name] = max(gradients[name], _relative(local, part, whole))
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter, layout in parameters.values():
+        whole = right.parameters[layout.hf_name]
+        local = cast(DTensor, parameter.detach()).to_local()
+        error = _relative(local, whole[layout.in_hf(layout.shard(grid))], whole)
+        parameter_error = max(parameter_error, error)
+    worst = max(gradients, key=gradients.__getitem__)
+    return Errors(loss_error, gradients[worst], parameter_error, worst)
+
+
+def over_all_ranks(errors: Errors, grid: Grid) -> Errors:
+    """The largest errors of any rank."""
+    figures = torch.tensor([errors.loss, errors.gradient, errors.parameter], device=grid.device)
+    for axis in AXES:
+        grid.collectives.all_reduce(figures, axis, "check", dist.ReduceOp.MAX).wait()
+    loss, gradient, parameter = figures.tolist()
+    return Errors(loss, gradient, parameter, errors.worst_gradient)
+
+
+def grids_of(ranks: int) -> list[tuple[int, int, int, int]]:
+    """A few grids that between them cut every axis, and as many at once as the ranks allow."""
+    # What the small models have: 8 heads for x, 64 hidden features for y.
+    every = [f for f in factorisations(ranks) if 8 % f[3] == 0 and 64 % f[2] == 0]
+    cut = {f: sum(size > 1 for size in f) for f in every}
+    alone = [f for f in every if cut[f] == 1]
+    # The evenest of those that cut the most axes: (1, 2, 2, 2) before (1, 1, 2, 4).
+    mixed = sorted((f for f in every if cut[f] == max(cut.values()) > 1), key=max)
+    return [*alone, *mixed[:4]] or every
+
+
+@contextmanager
+def _exact_matmuls() -> Iterator[None]:
+    """fp32 means fp32 on GPUs as well: TF32 would be judged, not Fourfold."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["llama", "gpt2"], choices=list(KINDS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, by default")
+    options = parser.parse_args(arguments)
+
+    start_s = time.perf_counter()
+    # The first grid starts torch.distributed; how many ranks there are is known only then.
+    first = Grid.create((1, 1, 1, _world_size()), device_type=options.device, timeout_s=120)
+    table = Table("model", "(data, z, y, x)", "loss", "gradient", "parameter", "verdict")
+    good = total = 0
+    with _exact_matmuls():
+        for kind in options.models:
+            for shape in grids_of(dist.get_world_size()):
+                grid = Grid.create(shape, device_type=options.device, timeout_s=120)
+                errors = over_all_ranks(train_on(grid, kind), grid)
+                total += 1
+                good += errors.within_bars()
+                verdict = "exact" if errors.within_bars() else f"NOT EXACT, worst in {errors.worst_gradient}"
+                figures = (f"{e:.1e}" for e in (errors.loss, errors.gradient, errors.parameter))
+                table.add_row(kind, str(shape), *figures, verdict)
+    if dist.get_rank() == 0:
+        _print_machine(first)
+        Console(width=110).print(table)
+        print(
+            f"bars: loss {LOSS_BAR:g}, gradient {GRADIENT_BAR:g}, parameter {PARAMETER_BAR:g}; fp32, {STEPS} AdamW steps"
+        )
+        print(f"selftest: {good}/{total} exact, {time.perf_counter() - start_s:.0f} s", flush=True)
+    dist.destroy_process_group()
+    return 0 if good == total else 1
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
+
+
+def _print_machine(grid: Grid) -> None:
+    name = (
+        torch.cuda.get_device_name()
+        if grid.device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
+    print(
+        f"ranks        {dist.get_world_size()} on {grid.device.type} ({name}), back end {dist.get_backend()}"
+    )
+    print(
+        f"torch        {torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}"
+    )
+    print(f"python       {platform.python_version()} on {platform.platform()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
