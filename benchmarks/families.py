@@ -16,10 +16,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
 
 from benchmarks.tiny_models import Family, families, find_family, tiny_batch, tiny_loss, tiny_model
@@ -121,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as Markdown, too")
     parser.add_argument(
         "--only", nargs="+", metavar="FAMILY", help="these families alone; no bar on their number"
     )
@@ -130,14 +132,14 @@ def main(arguments: list[str] | None = None) -> int:
         f"grids {GRIDS}, loss within {LOSS_BAR:g}, gradients within {GRADIENT_BAR:g} of their own maximum; Gloo on CPU, fp32"
     )
     start_s = time.perf_counter()
-    counts: Counter[str] = Counter()
+    outcomes: dict[str, Outcome] = {}
     short: list[str] = []
     worst = 0.0
     torch.set_num_threads(1)
     with RankPool(RANKS, quiet=True) as pool:
         for family in chosen:
             outcome = check(pool, family)
-            counts[outcome.status] += 1
+            outcomes[family.name] = outcome
             if outcome.status == "verified":
                 worst = max(worst, outcome.gradient)
             elif set(family.plan_styles) and set(family.plan_styles) <= PLAIN_STYLES:
@@ -148,14 +150,50 @@ def main(arguments: list[str] | None = None) -> int:
                 else f": {outcome.detail}"
             )
             print(f"{family.name:28} {outcome.status}{figure}", flush=True)
+    by_status = summarise(outcomes)
+    counts = {status: len(names) for status, names in by_status.items()}
     if short:
         print(f"plans of colwise and rowwise alone that are not verified: {', '.join(short)}")
-    print(
-        f"families: {counts['verified']} verified, {counts['refused']} refused, {counts['failed']} failed of {len(chosen)}, "
-        f"worst gradient error {worst:.2e}, {time.perf_counter() - start_s:.0f} s"
+    last = (
+        f"families: {counts['verified']} verified, {counts['refused']} refused, {counts['failed']} failed of "
+        f"{sum(counts.values())} ({len(chosen)} rows), worst gradient error {worst:.2e}, {time.perf_counter() - start_s:.0f} s"
     )
+    if options.write:
+        options.write.write_text(markdown(outcomes, last))
+    print(last)
     enough = options.only or counts["verified"] >= VERIFIED_BAR
     return 0 if enough and not counts["failed"] else 1
+
+
+def summarise(outcomes: dict[str, Outcome]) -> dict[str, set[str]]:
+    """The families by outcome; one with several rows (gemma4, gemma4:moe) is verified if all of them are."""
+    rows: dict[str, set[str]] = {}
+    for name, outcome in outcomes.items():
+        rows.setdefault(name.partition(":")[0], set()).add(outcome.status)
+    by_status: dict[str, set[str]] = {"verified": set(), "refused": set(), "failed": set()}
+    for name, statuses in rows.items():
+        status = next(s for s in ("failed", "refused", "verified") if s in statuses)
+        by_status[status].add(name)
+    return by_status
+
+
+def markdown(outcomes: dict[str, Outcome], last: str) -> str:
+    lines = [
+        "# Which families train exactly",
+        "",
+        f"Written by `python -m benchmarks.families --write docs/families.md`, with transformers {transformers.__version__} and",
+        f"torch {torch.__version__}, on Gloo and CPU. Each row is a tiny random model on the grids {GRIDS[0]} and {GRIDS[1]}",
+        "(data, z, y, x). The figure is the largest error of any gradient, relative to that gradient's largest entry.",
+        "",
+        f"{last.partition(', worst')[0]}.",
+        "",
+        "| family | outcome | |",
+        "|---|---|---|",
+    ]
+    for name, outcome in outcomes.items():
+        what = f"{outcome.gradient:.1e}{outcome.detail}" if outcome.status == "verified" else outcome.detail
+        lines.append(f"| {name} | {outcome.status} | {what.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ class Grid:
         Works under torchrun and under Slurm's ``srun``; starts ``torch.distributed`` if nobody has: NCCL for CUDA
         devices, Gloo for CPUs. ``timeout_s`` is set on each axis group, because a mesh's groups do not inherit the
         one that was given to ``init_process_group``.
+
+        Example:
+            >>> grid = Grid.create((1, 1, 1, 1))  # under torchrun: data * z * y * x = the number of ranks
+            >>> print(grid)
+            (data=1, z=1, y=1, x=1)
         """
         sizes = _check_sizes(shape)
         device = _local_device(device_type)
@@ -68,7 +73,10 @@ class Grid:
         from fourfold.parallel.collectives import Collectives
 
         if mesh.mesh_dim_names != AXES:
-            raise ValueError(f"a grid needs a mesh with the axes {AXES}, this one has {mesh.mesh_dim_names}")
+            raise ValueError(
+                f"a grid needs a mesh with the axes {AXES}, this one has {mesh.mesh_dim_names}; "
+                "pass mesh_dim_names=fourfold.grid.AXES to init_device_mesh, or use Grid.create"
+            )
         data, z, y, x = mesh.shape
         return Grid(data, z, y, x, mesh, device, Collectives(mesh))
 
@@ -100,9 +108,9 @@ class Grid:
         """The rows of a global batch that this rank trains on.
 
         Example:
-            >>> ids = ids[grid.local_rows(len(ids))]  # doctest: +SKIP
+            >>> ids = ids[grid.local_rows(len(ids))]
         """
-        if global_batch % self.batch_ranks:
+        if global_batch < 1 or global_batch % self.batch_ranks:
             raise ValueError(
                 f"a global batch of {global_batch} sequences does not divide over data*z = {self.data}*{self.z} = "
                 f"{self.batch_ranks}; use a multiple of {self.batch_ranks}, or a grid with a smaller data*z"
@@ -132,7 +140,10 @@ def factorisations(ranks: int) -> list[tuple[int, int, int, int]]:
 
 def _check_sizes(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     if len(shape) != 4:
-        raise ValueError(f"a grid has the four axes (data, z, y, x), got {len(shape)} sizes: {tuple(shape)}")
+        raise ValueError(
+            f"a grid has the 4 axes (data, z, y, x), got {len(shape)} sizes: {tuple(shape)}; "
+            "use 1 for an axis that is not to be cut"
+        )
     for axis, size in zip(AXES, shape, strict=True):
         if not isinstance(size, int) or size < 1:
             raise ValueError(
@@ -188,19 +199,29 @@ def _start_process_group(device: torch.device, timeout_s: float) -> None:
                 "no world to join: neither RANK (torchrun) nor SLURM_PROCID (srun) is set; "
                 "start with `torchrun --nproc-per-node N script.py` or `srun python script.py`"
             )
-        slurm = os.environ
-        os.environ["RANK"] = slurm["SLURM_PROCID"]
-        os.environ["WORLD_SIZE"] = slurm["SLURM_NTASKS"]
-        os.environ["LOCAL_RANK"] = slurm["SLURM_LOCALID"]
-        nodes = slurm.get("SLURM_STEP_NODELIST") or slurm["SLURM_JOB_NODELIST"]
-        os.environ.setdefault("MASTER_ADDR", first_host(nodes))
-        # Every rank derives the same port from the job's number, and two jobs on a node rarely the same one.
-        os.environ.setdefault("MASTER_PORT", str(20000 + int(slurm["SLURM_JOB_ID"]) % 20000))
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = _slurm("SLURM_NTASKS")
+        os.environ["LOCAL_RANK"] = _slurm("SLURM_LOCALID")
+        if "MASTER_ADDR" not in os.environ:
+            os.environ["MASTER_ADDR"] = first_host(_slurm("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+        if "MASTER_PORT" not in os.environ:
+            # Every rank derives the same port from the job's number, and two jobs on a node rarely the same one.
+            os.environ["MASTER_PORT"] = str(20000 + int(_slurm("SLURM_JOB_ID")) % 20000)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def _slurm(*names: str) -> str:
+    found = next((os.environ[name] for name in names if name in os.environ), None)
+    if found is None:
+        raise ValueError(
+            f"SLURM_PROCID={os.environ['SLURM_PROCID']} is set, but {' or '.join(names)} is not; start with "
+            "`srun python script.py`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        )
+    return found
 
 
 def first_host(nodelist: str) -> str:
@@ -210,8 +231,9 @@ def first_host(nodelist: str) -> str:
         >>> first_host("nid[001024-001027,001100],login1")
         'nid001024'
     """
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
-    if match is None:
-        raise ValueError(f"cannot read the first host of Slurm's node list {nodelist!r}; set MASTER_ADDR")
-    prefix, number, suffix = match.groups()
-    return prefix + (number or "") + (suffix or "")
+    first = re.match(r"((?:[^\[\],]|\[[^\[\]]+\])+)(?:,|$)", nodelist)
+    if first is None:
+        raise ValueError(
+            f"cannot read the first host of Slurm's node list {nodelist!r}; set MASTER_ADDR to its name"
+        )
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[1])

@@ -177,7 +177,7 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "doge": Family(
-        refused="its attention keeps the largest entries of a mask that is computed for all key/value heads together"
+        refused="its attention's dt_proj mixes all key/value heads into one number for each: from x to x, and not a role"
     ),
     "muse_glimmer_assistant": Family(
         refused="its encoder.fc, in the plan as rowwise_split_input, reads features that no layer before it has cut"

@@ -111,6 +111,9 @@ class SiblingGroup:
         self._settled = False
 
     def __call__(self, member: Linear4D, input: Tensor) -> Tensor:
+        if input.is_inference():
+            # Such a tensor has no version that would tell whether it changed since a sibling read it.
+            return self._compute(input, [member])[0]
         same = self._input is input and self._version == input._version
         if same and id(member) in self._ready:
             output = self._ready.pop(id(member))
@@ -121,7 +124,7 @@ class SiblingGroup:
             self._split(member)
             if member.group is not self:
                 return member.group(member, input)
-        outputs = self._compute(input)
+        outputs = self._compute(input, self.members)
         self._ready = {id(m): o for m, o in zip(self.members, outputs, strict=True)}
         self._input, self._version = (input, input._version) if len(self.members) > 1 else (None, -1)
         output = self._ready.pop(id(member))
@@ -129,10 +132,11 @@ class SiblingGroup:
 
     def settle(self) -> None:
         """The first forward is over: who was never asked for leaves, and the groups stay as they are."""
-        if not self._settled and self._ready:
-            for other in [m for m in self.members if id(m) in self._ready]:
-                self._leave(other)
-        self._settled = True
+        if not torch.is_inference_mode_enabled():
+            if not self._settled and self._ready:
+                for other in [m for m in self.members if id(m) in self._ready]:
+                    self._leave(other)
+            self._settled = True
         self._ready, self._input = {}, None
 
     def _split(self, member: Linear4D) -> None:
@@ -151,12 +155,12 @@ class SiblingGroup:
         alone.members, alone._settled = [member], True
         member.group = alone
 
-    def _compute(self, input: Tensor) -> tuple[Tensor, ...]:
+    def _compute(self, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
         columns: list[tuple[int, int]] = []
         widths: list[int] = []
         weights: list[Tensor] = []
-        transposed = self.members[0].transposed
-        for output, member in enumerate(self.members):
+        transposed = members[0].transposed
+        for output, member in enumerate(members):
             member.check_input(input)
             column = 0
             for weight in member.local("weight"):

@@ -81,6 +81,12 @@ def cross_entropy(
     also when ranks hold different counts. When gradients are accumulated over several calls, pass the number of such
     labels in all of them as ``num_items`` (`count_labels`), so that the accumulated gradient is that of one mean.
     ``vocab_size`` is needed only where the vocabulary does not divide over x.
+
+    Example:
+        >>> labels = torch.full_like(ids, IGNORE_INDEX)
+        >>> labels[:, :-1] = ids[:, 1:]  # each position predicts the next token
+        >>> loss = cross_entropy(model(input_ids=ids).logits, labels, grid)
+        >>> loss.backward()
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -107,7 +113,12 @@ def cross_entropy(
 
 
 def count_labels(labels: Tensor, grid: Grid, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """How many labels of the global batch count, the same on every rank; at least 1, so that a mean is defined."""
+    """How many labels of the global batch count, the same on every rank; at least 1, so that a mean is defined.
+
+    Example:
+        >>> int(count_labels(torch.tensor([5, 6, IGNORE_INDEX]), grid))
+        2
+    """
     count = (labels != ignore_index).sum().to(grid.device)
     for axis in ("z", "data"):
         grid.collectives.all_reduce(count, axis, "loss").wait()
@@ -137,9 +148,11 @@ class CausalLMLoss:
             targets = labels
             if self._shift:
                 targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if targets.numel() == logits.shape[:-1].numel():  # a flat list of labels is one for each position too
+            targets = targets.reshape(logits.shape[:-1]).contiguous()
         return cross_entropy(
             logits,
-            targets.reshape(logits.shape[:-1]).contiguous(),
+            targets,
             self._grid,
             vocab_size=self._vocab_size,
             ignore_index=ignore_index,
@@ -148,7 +161,12 @@ class CausalLMLoss:
 
 
 def full_logits(logits: Tensor, grid: Grid, *, vocab_size: int | None = None) -> Tensor:
-    """All columns of the vocabulary on every x rank, for evaluation; gradients do not flow through."""
+    """All columns of the vocabulary on every x rank, for evaluation; gradients do not flow through.
+
+    Example:
+        >>> full_logits(model(input_ids=ids).logits, grid, vocab_size=131).shape[-1]
+        131
+    """
     vocabulary = vocab_size or logits.shape[-1] * grid.x
     widest = chunk(vocabulary, grid.x, 0).stop
     padded = logits.new_zeros(*logits.shape[:-1], widest)

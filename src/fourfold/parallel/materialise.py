@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 
 import torch
@@ -45,9 +46,12 @@ def load_shards(model: nn.Module, layouts: Mapping[str, Layout], files: Checkpoi
             (n for n in (layout.hf_name, layout.hf_name.removeprefix(f"{prefix}.")) if n in names), None
         )
         if stored is None:
+            near = difflib.get_close_matches(layout.hf_name, sorted(names), n=1, cutoff=0.0)
             raise ValueError(
-                f"{layout.hf_name} is not in the checkpoint {files.path}, which has {len(names)} tensors; is it one of "
-                f"a {type(model).__name__}?"
+                f"{layout.hf_name} is not among the {len(names)} tensors of the checkpoint {files.path}"
+                + (f" (the nearest is {near[0]})" if near else "")
+                + f"; use a checkpoint of {type(model).__name__.removeprefix('FSDP')}, or the model and config.json of "
+                "that checkpoint"
             )
         if tuple(files.shape(stored)) != layout.hf_shape:
             raise ValueError(

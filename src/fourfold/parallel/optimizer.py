@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 # What works on each number for itself; an optimizer that looks at whole matrices would differ from grid to grid.
@@ -21,7 +21,10 @@ def on_shards(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., tor
     """The same optimizer for a parallel model.
 
     Example:
-        >>> optimizer = on_shards(torch.optim.AdamW)(model.parameters(), lr=3e-4)  # doctest: +SKIP
+        >>> optimizer = on_shards(torch.optim.AdamW)(model.parameters(), lr=3e-4)
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
     """
     if not issubclass(optimizer_class, ELEMENTWISE):
         raise ValueError(
@@ -40,6 +43,11 @@ def on_shards(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., tor
             super().__init__(local, **options)
 
         def _local(self, parameter: nn.Parameter) -> nn.Parameter:
+            if not isinstance(parameter, Tensor):
+                raise ValueError(
+                    f"a parameter is given as a {type(parameter).__name__}; pass model.parameters(), or a list of groups "
+                    "of them ({'params': ..., 'lr': ...})"
+                )
             if not isinstance(parameter, DTensor):
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is not on the grid; make the optimizer after "

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint as recompute
 
 from fourfold.grid import Grid
@@ -45,9 +46,17 @@ def parallelize(
     them.
 
     Raises `Refused` where the grid would not give the numbers of one process.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     fresh = LlamaForCausalLM(config)
+        >>> report = parallelize(fresh, grid, seed=0)
+        >>> report.local_parameters() == sum(p.numel() for p in fresh.parameters())  # all of them on one rank
+        True
     """
     _check_options(model, precision, activation_checkpointing)
     on_meta = any(p.is_meta for p in model.parameters())
+    model_name = type(model).__name__  # fully_shard changes the class
     notes: list[str] = []
 
     # 1. Which module plays which role.
@@ -74,7 +83,7 @@ def parallelize(
     blocks = find_blocks(model)
     for block in blocks:
         _wrap_block(block, activation_checkpointing, dropout)
-    model.register_forward_hook(_settle_siblings)
+    _settle_siblings_once(model)
 
     # 5. Weights on z and data.
     shard_weights(model, grid, blocks, precision, embedding=swapped.embedding, head=swapped.head)
@@ -100,7 +109,7 @@ def parallelize(
     notes.append(f"activation checkpointing: {activation_checkpointing}, {len(blocks)} blocks")
     if dropout is not None:
         notes.append("dropout: equal where activations are replicated, independent where they are cut")
-    return Report(type(model).__name__, grid, rows, tuple(notes), swapped.layouts)
+    return Report(model_name, grid, rows, tuple(notes), swapped.layouts)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -125,8 +134,9 @@ def _check_options(model: nn.Module, precision: str, activation_checkpointing: s
         raise ValueError(
             f"activation_checkpointing {activation_checkpointing!r} is not known; use 'none' or 'full'"
         )
-    if any(isinstance(m, Linear4D) for m in model.modules()):
-        raise ValueError(f"{type(model).__name__} is parallel already; build it anew for another grid")
+    if isinstance(model, FSDPModule) or any(isinstance(m, Linear4D) for m in model.modules()):
+        name = type(model).__name__.removeprefix("FSDP")
+        raise ValueError(f"{name} is parallel already; build it anew for another grid")
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise ValueError(
@@ -151,9 +161,14 @@ def _wrap_block(block: nn.Module, activation_checkpointing: str, dropout: Dropou
     inner = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if dropout is not None:
-            dropout.forget()
-        return inner(*args, **kwargs)
+        if dropout is None:
+            return inner(*args, **kwargs)
+        dropout.forget()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            # A recomputed forward ends early, by an exception, and must not leave its state to the next step.
+            dropout.leave()
 
     if activation_checkpointing == "full":
         # Inside FSDP2's hooks: backward has gathered the block's weights before the second forward runs.
@@ -163,10 +178,16 @@ def _wrap_block(block: nn.Module, activation_checkpointing: str, dropout: Dropou
         block.register_forward_hook(lambda *_: dropout.leave())
 
 
-def _settle_siblings(model: nn.Module, *_: Any) -> None:
-    for module in model.modules():
-        if isinstance(module, Linear4D):
-            module.group.settle()
+def _settle_siblings_once(model: nn.Module) -> None:
+    """Behind the first forward it is known which linears read one input."""
+
+    def settle(model: nn.Module, *_: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, Linear4D):
+                module.group.settle()
+        handle.remove()
+
+    handle = model.register_forward_hook(settle)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

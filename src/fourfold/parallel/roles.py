@@ -26,6 +26,7 @@ A user passes roles in the same words, `*` standing for one part of a name: ``{"
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,7 +55,9 @@ class Role:
     in_axis: Axis | None = None
     out_axis: Axis | None = None
     segments: tuple[int, ...] | None = None
+    # Norms: what they compute, over how many features.
     formula: Formula | None = None
+    features: int = 0
     head: bool = False
     replicated_heads: bool = False
 
@@ -80,6 +83,10 @@ _PARAMETER_WORDS = {
     "embedding_colwise",
 }
 WORDS = {*_LINEAR_AXES, *_PARAMETER_WORDS}
+# Which words fit which kind of module.
+_OF_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
+_OF_NORMS = ("norm", "norm_x", "replicated", "replicated_with_grad_allreduce", "heads")
+_OF_PARAMETERS = ("heads", "features", "replicated", "replicated_with_grad_allreduce")
 
 HEAD_ATTRIBUTES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
 KV_HEAD_ATTRIBUTES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
@@ -134,7 +141,7 @@ class _Assignment:
         )
         self.embedding = _call(model, "get_input_embeddings")
         self.head = _call(model, "get_output_embeddings")
-        self.hidden = self._hidden_size()
+        self.hidden_size = self._read_hidden_size()
 
     def roles(self) -> list[Role]:
         self._check_words()
@@ -146,12 +153,13 @@ class _Assignment:
                 if module._parameters
             ]
         if self.family.refused:
-            raise Refused(f"{type(self.model).__name__}: {self.family.refused}; use x=1 and y=1")
-        if self.hidden % self.grid.y:
             raise Refused(
-                f"y={self.grid.y} does not divide hidden_size={self.hidden} of {type(self.model).__name__}; "
-                f"use a y that divides {self.hidden}"
+                f"{type(self.model).__name__}: {self.family.refused}; so not on y={self.grid.y}, x={self.grid.x}: use x=1 "
+                "and y=1 (z and data work with any model)"
             )
+        hidden = self.hidden_size
+        if hidden is not None and hidden % self.grid.y:
+            raise self._does_not_divide("y", f"hidden_size={hidden} of {type(self.model).__name__}", hidden)
         self._check_styles()
         roles: list[Role] = []
         idle = idle_towers(self.model)
@@ -165,7 +173,7 @@ class _Assignment:
                 roles.append(self._embedding(name, module))
             elif is_linear(module):
                 roles.append(self._linear(name, module))
-            elif _is_norm(module):
+            elif self._is_norm(name, module):
                 roles.append(self._norm(name, module))
             else:
                 roles += self._own_parameters(name, module)
@@ -182,7 +190,12 @@ class _Assignment:
                     f"{name} is a {type(module).__name__}, which is not nn.Embedding nor one with an embed_scale: what "
                     "its forward does to a part of the vocabulary is not known; use x=1 and y=1"
                 )
+            self._check_fit(name, module, word, ("embedding_rowwise",))
+            if module.embedding_dim % self.grid.y:
+                what = f"the {module.embedding_dim} features of {name}"
+                raise self._does_not_divide("y", what, module.embedding_dim)
             return Role(name, "embedding_rowwise", why or "the model's input embedding")
+        self._check_fit(name, module, word, _OF_EMBEDDINGS)
         if module.embedding_dim != self.hidden:
             raise self._no_role(name, module, f"an embedding of {module.embedding_dim} features")
         return Role(name, "embedding_colwise", why or f"its {self.hidden} features are the hidden ones")
@@ -194,17 +207,21 @@ class _Assignment:
             word, why = "colwise_gather_output", "the model's output embedding"
         if word is None:
             raise self._no_role(name, module, "a linear layer")
+        self._check_fit(name, module, word, tuple(_LINEAR_AXES))
         if word not in _LINEAR_AXES:
             raise self._missing_style(name, word)
         in_axis, out_axis = _LINEAR_AXES[word]
         role = Role(name, word, why, in_axis, out_axis, head=module is self.head)
         role = replace(role, segments=self._segments(name, module, word))
+        # Heads first: they are what must divide, and with them their features do.
+        role = self._with_heads(role, module)
         self._check_linear(role, module)
-        return self._with_heads(role, module)
+        return role
 
     def _norm(self, name: str, module: nn.Module) -> Role:
         word = self._word(name)
         why = self._why(name)
+        self._check_fit(name, module, word, _OF_NORMS)
         weight = getattr(module, "weight", None)
         size = weight.shape if weight is not None else None
         inside_attention = self._in_attention(name)
@@ -223,18 +240,31 @@ class _Assignment:
                 and last.startswith(("q", "k", "v"))
             ):
                 word, why = "norm_x", "over the features of all heads"
+                if kv_heads and last.startswith(("k", "v")) and kv_heads % self.grid.x:
+                    parent = name.rsplit(".", 1)[0]
+                    raise self._does_not_divide(
+                        "x",
+                        f"num_key_value_heads={kv_heads} of {parent}",
+                        kv_heads,
+                        f", and they cannot be replicated ({name} is a norm over all of them)",
+                    )
         if word is None and inside_attention and size is None and last.startswith(("q", "k", "v")):
             return Role(name, "without parameters", "over the features of a head")
         if word is None and (size is None or tuple(size) == (self.hidden,)):
             word, why = "norm", "over the hidden features"
         if word in ("norm", "norm_x"):
             formula = recognise(module)
+            features = size[0] if size else self.hidden
             if formula is None:
                 raise Refused(
-                    f"{name} is a {type(module).__name__} over {self.hidden} features whose formula is not one that "
-                    f"Fourfold knows how to cut (epsilon {epsilon_of(module)}); use y=1 and x=1"
+                    f"{name} is a {type(module).__name__} over {features} features whose formula is "
+                    f"not one that Fourfold knows how to cut over y={self.grid.y} and x={self.grid.x} (epsilon "
+                    f"{epsilon_of(module)}); use y=1 and x=1"
                 )
-            return Role(name, word, why, formula=formula)
+            axis: Axis = "y" if word == "norm" else "x"
+            if features % self.grid.size(axis):
+                raise self._does_not_divide(axis, f"the {features} features of {name}", features)
+            return Role(name, word, why, formula=formula, features=features)
         if word in ("replicated", "replicated_with_grad_allreduce", "heads"):
             return Role(name, word, why)
         raise self._no_role(name, module, f"a norm of {tuple(size or ())}")
@@ -250,15 +280,14 @@ class _Assignment:
             word = {"colwise": "heads", "rowwise": "features"}.get(word or "", word)
             if word is None:
                 raise self._no_role(full, module, f"a parameter of shape {tuple(parameter.shape)}")
-            if word not in _PARAMETER_WORDS:
+            self._check_fit(full if self._word(full) else name, parameter, word, _OF_PARAMETERS)
+            if word not in _OF_PARAMETERS:
                 raise self._missing_style(full, word)
             axis: Axis = "x" if word == "heads" else "y"
             if word in ("heads", "features"):
                 size = parameter.shape[0 if word == "heads" else -1]
                 if size % self.grid.size(axis):
-                    raise Refused(
-                        f"{axis}={self.grid.size(axis)} does not divide the {size} entries of {full}; use a smaller {axis}"
-                    )
+                    raise self._does_not_divide(axis, f"the {size} entries of {full}", size)
             roles.append(Role(full, word, self._why(full) or self._why(name)))
         return roles
 
@@ -283,21 +312,15 @@ class _Assignment:
 
     def _check_linear(self, role: Role, module: nn.Module) -> None:
         in_features, out_features = linear_shape(module)
-        if in_features % self.grid.size(role.in_axis):
-            axis = role.in_axis
-            raise Refused(
-                f"{axis}={self.grid.size(axis)} does not divide the {in_features} input features of {role.name}; "
-                f"use a {axis} that divides {in_features}"
-            )
-        if role.head:
+        if role.in_axis is not None and in_features % self.grid.size(role.in_axis):
+            what = f"the {in_features} input features of {role.name}"
+            raise self._does_not_divide(role.in_axis, what, in_features)
+        if role.head or role.replicated_heads or role.out_axis is None:
             return  # a vocabulary need not divide
         for width in role.segments or (out_features,):
-            axis = role.out_axis
-            if width % self.grid.size(axis) and not _SEPARATE_KV.search(role.name):
-                raise Refused(
-                    f"{axis}={self.grid.size(axis)} does not divide the {width} output features of {role.name}; "
-                    f"use a {axis} that divides {width}"
-                )
+            if width % self.grid.size(role.out_axis):
+                what = f"the {width} output features of {role.name}"
+                raise self._does_not_divide(role.out_axis, what, width)
 
     def _with_heads(self, role: Role, module: nn.Module) -> Role:
         """Heads are cut whole: check that they divide, or that key/value heads can be replicated."""
@@ -307,10 +330,7 @@ class _Assignment:
         parent = role.name.rsplit(".", 1)[0]
         heads, kv_heads = self._heads(role.name)
         if heads and heads % x:
-            raise Refused(
-                f"x={x} does not divide num_attention_heads={heads} of {parent}; use an x that divides {heads}"
-                + (f", or spread the other ranks over y (y=2 and x={x // 2})" if x % 2 == 0 else "")
-            )
+            raise self._does_not_divide("x", f"num_attention_heads={heads} of {parent}", heads)
         if kv_heads and kv_heads % x:
             separate = _SEPARATE_KV.search(role.name) is not None
             fused = role.segments is not None or not (separate or self._has_separate_kv(parent))
@@ -320,9 +340,11 @@ class _Assignment:
                     if fused
                     else f"x is no multiple of {kv_heads} either"
                 )
-                raise Refused(
-                    f"x={x} does not divide num_key_value_heads={kv_heads} of {parent}, and they cannot be replicated "
-                    f"({why}); use x <= {kv_heads}, and y for the other ranks"
+                raise self._does_not_divide(
+                    "x",
+                    f"num_key_value_heads={kv_heads} of {parent}",
+                    kv_heads,
+                    f", and they cannot be replicated ({why})",
                 )
             if separate:
                 out_features = linear_shape(module)[1]
@@ -335,9 +357,31 @@ class _Assignment:
     def _has_separate_kv(self, parent: str) -> bool:
         return any(n.rsplit(".", 1)[0] == parent and _SEPARATE_KV.search(n) for n in self.modules if "." in n)
 
+    def _does_not_divide(self, axis: Axis, what: str, size: int, because: str = "") -> Refused:
+        """The refusal, with a grid of as many ranks that gets past it."""
+        have = self.grid.size(axis)
+        fits = math.gcd(have, size)
+        y = self.grid.y * have // fits
+        # The other ranks go to y if it can take them; z takes any number.
+        to_y = axis == "x" and (self.hidden_size is None or self.hidden_size % y == 0)
+        rest = f"y={y}" if to_y else f"z={self.grid.z * have // fits}"
+        return Refused(
+            f"{axis}={have} does not divide {what}{because}; use {'an x' if axis == 'x' else f'a {axis}'} that divides "
+            f"{size}, such as {axis}={fits} with {rest}"
+        )
+
     # -- what the model says --------------------------------------------------------------------------------------------
 
-    def _hidden_size(self) -> int:
+    @property
+    def hidden(self) -> int:
+        if self.hidden_size is None:
+            raise ValueError(
+                f"{type(self.model).__name__} has no input embedding, config.hidden_size or norm to read the hidden size "
+                "from; give the model a get_input_embeddings() method"
+            )
+        return self.hidden_size
+
+    def _read_hidden_size(self) -> int | None:
         size = getattr(self.embedding, "embedding_dim", None)
         for name in ("hidden_size", "n_embd", "d_model"):
             size = getattr(self.config, name, None) or size
@@ -348,12 +392,7 @@ class _Assignment:
                 if _is_norm(m) and getattr(m, "weight", None) is not None
             ]
             size = max(norms, default=None)
-        if size is None:
-            raise ValueError(
-                f"{type(self.model).__name__} has no input embedding, config.hidden_size or norm to read the hidden size "
-                "from; give the model a get_input_embeddings() method"
-            )
-        return int(size)
+        return None if size is None else int(size)
 
     def _in_attention(self, name: str) -> bool:
         parent = self.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
@@ -396,23 +435,50 @@ class _Assignment:
                 return why
         return ""
 
+    def _is_norm(self, name: str, module: nn.Module) -> bool:
+        if _is_norm(module):
+            return True
+        given = next((word for pattern, word in self.given.items() if matches(pattern, name)), None)
+        return given in ("norm", "norm_x") and set(module._parameters) <= {"weight", "bias"}
+
+    def _holders(self) -> set[str]:
+        """What a role can be given to: modules that hold parameters, norms, and parameters that stand alone."""
+        names = set()
+        for name, module in self.modules.items():
+            if isinstance(module, nn.Embedding) or is_linear(module) or self._is_norm(name, module):
+                names.add(name)
+            elif module._parameters:
+                names |= {name, *(f"{name}.{key}" if name else key for key in module._parameters)}
+        return names
+
+    def _check_fit(self, name: str, module: object, word: str | None, fitting: tuple[str, ...]) -> None:
+        """A word of the user's own that says nothing of this kind of module is a mistake, not a reason to refuse."""
+        if word is not None and word not in fitting and any(matches(p, name) for p in self.given):
+            raise ValueError(
+                f"role {word!r} was given for {name}, but does not fit the type {type(module).__name__}; use one of "
+                f"{', '.join(fitting)}"
+            )
+
     def _check_words(self) -> None:
-        everything = {*self.modules, *(n for n, _ in self.model.named_parameters())}
+        holders = self._holders()
         for pattern, word in self.given.items():
             if word not in WORDS:
                 near = difflib.get_close_matches(word, sorted(WORDS), n=1)
                 hint = f"did you mean {near[0]!r}" if near else f"use one of {', '.join(sorted(WORDS))}"
                 raise ValueError(f"role {word!r} of {pattern!r} is not one that Fourfold knows; {hint}")
-            if not any(matches(pattern, name) for name in everything):
-                near = difflib.get_close_matches(pattern, sorted(everything), n=1, cutoff=0.3)
+            if not any(matches(pattern, name) for name in holders):
+                near = difflib.get_close_matches(pattern, sorted(holders), n=1, cutoff=0.3)
                 hint = (
-                    f"the nearest is {near[0]!r}"
-                    if near
-                    else "list(model.named_modules()) shows what there is"
+                    f"did you mean {near[0]!r}" if near else "dict(model.named_modules()) shows what there is"
                 )
+                everything = (*self.modules, *(n for n, _ in self.model.named_parameters()))
+                there = next((name for name in everything if matches(pattern, name)), None)
                 raise ValueError(
                     f"a role was given for {pattern!r}, but none of the {len(self.modules)} modules of "
                     f"{type(self.model).__name__} has that name; {hint}"
+                    if there is None
+                    else f"a role was given for {pattern!r}, but {there} takes none: roles are for the modules that hold "
+                    f"parameters; {hint}"
                 )
 
     def _check_styles(self) -> None:

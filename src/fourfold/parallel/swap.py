@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -16,7 +15,8 @@ from fourfold.parallel.linear import Linear4D, SiblingGroup
 from fourfold.parallel.localise import cut_output, forbid, show_local_heads, show_local_parameters
 from fourfold.parallel.norm import Norm4D
 from fourfold.parallel.random import Dropout
-from fourfold.parallel.roles import Role, family_of, idle_towers, linear_shape, matches
+from fourfold.parallel.report import describe
+from fourfold.parallel.roles import Refused, Role, family_of, idle_towers, linear_shape, matches
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _Swap:
         self.family = family_of(model)
         self.out = Swapped()
         # A tied weight is one parameter in several modules and stays one.
-        self.made: dict[tuple[int, Layout | tuple[int, ...]], nn.Parameter] = {}
+        self.made: dict[tuple[int, tuple[int, ...]], tuple[nn.Parameter, Layout]] = {}
         self.siblings: dict[tuple[str, int, Axis | None, Axis | None, bool], SiblingGroup] = {}
 
     def run(self, roles: list[Role]) -> Swapped:
@@ -154,15 +154,13 @@ class _Swap:
     def _norm(self, role: Role, module: nn.Module) -> Norm4D:
         assert role.formula is not None
         axis: Axis = "y" if role.word == "norm" else "x"
-        features = self._hidden()
         made: dict[str, nn.Parameter | None] = {"weight": None, "bias": None}
         for key in made:
             source = getattr(module, key, None)
             if source is not None:
-                features = source.shape[0]
                 layout = Layout.whole(f"{role.name}.{key}", source, {axis: 0})
                 made[key] = self._parameter(role.name, key, source, layout)
-        return Norm4D(role.name, role.formula, features, made["weight"], made["bias"], self.grid, axis)
+        return Norm4D(role.name, role.formula, role.features, made["weight"], made["bias"], self.grid, axis)
 
     def _keep(self, role: Role, module: nn.Module, keys: list[str]) -> None:
         """The module stays what it is and sees its rank's part of these parameters."""
@@ -208,9 +206,15 @@ class _Swap:
         self.out.by_module[row or module_name].append(layout)
         memo = (id(source), layout.start)
         if memo not in self.made:
-            self.made[memo] = layout.parameter(source, self.grid)
+            self.made[memo] = (layout.parameter(source, self.grid), layout)
             self.out.layouts[f"{module_name}.{key}" if module_name else key] = layout
-        return self.made[memo]
+        parameter, first = self.made[memo]
+        if first.cuts != layout.cuts:
+            raise Refused(
+                f"{layout.hf_name} is tied to {first.hf_name}, but their roles cut it differently ({describe([layout])}, "
+                f"and {describe([first])}); give both the same role, or untie them"
+            )
+        return parameter
 
     def _find(self, name: str) -> tuple[nn.Module, str | None]:
         """A module by its name, or the module that holds a parameter and the parameter's key."""
@@ -228,8 +232,3 @@ class _Swap:
         """Does any parameter belong to two modules?"""
         held = [p for m in self.model.modules() for p in m._parameters.values() if p is not None]
         return len({id(p) for p in held}) < len(held)
-
-    def _hidden(self) -> int:
-        config: Any = getattr(self.model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return int(text.hidden_size)

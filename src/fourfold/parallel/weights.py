@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import nn
@@ -55,10 +55,16 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     """Backward passes inside add to the gradients and communicate nothing over z and data.
 
     Run all micro-batches but the last inside, the last one outside: it sends the sum of all.
+
+    Example:
+        >>> with accumulating(model):
+        ...     model(input_ids=ids[:1], labels=ids[:1], num_items_in_batch=items).loss.backward()
+        >>> model(input_ids=ids[1:], labels=ids[1:], num_items_in_batch=items).loss.backward()
     """
-    root = cast(FSDPModule, model)
-    root.set_requires_gradient_sync(False)
+    if not isinstance(model, FSDPModule):
+        raise ValueError(f"{type(model).__name__} is not parallel; call parallelize(model, grid) first")
+    model.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        root.set_requires_gradient_sync(True)
+        model.set_requires_gradient_sync(True)
