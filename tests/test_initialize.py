@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from fourfold.parallel import initialize
-from fourfold.parallel.initialize import Recipe, Step, fill_, record_initialization, restore_buffers
+from fourfold.parallel.initialize import record_initialization, restore_buffers
+from fourfold.parallel.recipe import Recipe, Step, fill_
 
 COMMON = {
     "vocab_size": 96,

@@ -47,7 +47,7 @@ def show_local_parameters(module: nn.Module, gradient_sum: Mapping[str, Axis | N
     module.__class__ = type(cls.__name__, (cls,), members)
 
 
-def show_local_heads(module: nn.Module, family: Family, grid: Grid, *, replicated_heads: bool) -> list[str]:
+def show_local_heads(module: nn.Module, family: Family, grid: Grid, *, replicated_heads: int) -> list[str]:
     """Tell an attention module of its own heads alone; returns what was changed, in words."""
     changed = []
     for name in (*HEAD_ATTRIBUTES, *KV_HEAD_ATTRIBUTES, *family.inner_attributes):
@@ -57,8 +57,8 @@ def show_local_heads(module: nn.Module, family: Family, grid: Grid, *, replicate
             changed.append(f"{name} {value} -> {module.__dict__[name]}")
     if replicated_heads and isinstance(module.__dict__.get("num_key_value_groups"), int):
         groups = module.__dict__["num_key_value_groups"]
-        heads, kv_heads = _config_heads(module)
-        module.__dict__["num_key_value_groups"] = (heads // grid.x) // max(1, kv_heads // grid.x)
+        # One key/value head is left, and all of this rank's query heads read it.
+        module.__dict__["num_key_value_groups"] = groups * replicated_heads // grid.x
         changed.append(f"num_key_value_groups {groups} -> {module.__dict__['num_key_value_groups']}")
     if family.heads_from_config and hasattr(module, "config"):
         config = copy.copy(module.config)
@@ -93,11 +93,6 @@ def forbid(module: nn.Module, name: str, grid: Grid) -> None:
         )
 
     module.register_forward_pre_hook(refuse)
-
-
-def _config_heads(module: nn.Module) -> tuple[int, int]:
-    config: Any = module.config
-    return config.num_attention_heads, config.num_key_value_heads
 
 
 def _own_heads(arguments: Mapping[str, str], grid: Grid) -> Any:

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Grid
 from fourfold.parallel.checkpoint_files import CheckpointFiles
-from fourfold.parallel.initialize import Recipe, fill_
 from fourfold.parallel.layout import Layout
+from fourfold.parallel.recipe import Recipe, fill_
 
 
 def _shards(model: nn.Module, layouts: Mapping[str, Layout]) -> list[tuple[Layout, Tensor]]:

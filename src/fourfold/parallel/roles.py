@@ -59,7 +59,8 @@ class Role:
     formula: Formula | None = None
     features: int = 0
     head: bool = False
-    replicated_heads: bool = False
+    # How many key/value heads there are, where each of them is on several x ranks.
+    replicated_heads: int = 0
 
 
 _LINEAR_AXES: dict[str, tuple[Axis | None, Axis | None]] = {
@@ -351,7 +352,7 @@ class _Assignment:
                 if out_features % kv_heads:
                     raise self._no_role(role.name, module, "key/value heads of unequal size")
                 note = f"{role.why}; {kv_heads} key/value heads, each replicated on {x // kv_heads} x ranks"
-                return replace(role, replicated_heads=True, why=note)
+                return replace(role, replicated_heads=kv_heads, why=note)
         return role
 
     def _has_separate_kv(self, parent: str) -> bool:

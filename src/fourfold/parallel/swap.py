@@ -77,7 +77,7 @@ class _Swap:
         in_features, out_features = linear_shape(module)
         transposed = isinstance(module, Conv1D)
         out_dim, in_dim = (1, 0) if transposed else (0, 1)
-        replicated = role.replicated_heads
+        replicated = role.replicated_heads > 0
         weight_cuts: dict[Axis, int] = {}
         bias_cuts: dict[Axis, int] = {}
         if role.in_axis is not None:
@@ -122,11 +122,8 @@ class _Swap:
 
     def _kept_rows(self, role: Role, out_features: int) -> slice:
         """The one key/value head that this x rank's query heads attend to."""
-        parent, _ = self._find(role.name.rsplit(".", 1)[0])
-        config = getattr(parent, "config", None) or self.model.config
-        kv_heads = int(config.num_key_value_heads)  # type: ignore[union-attr, arg-type]
-        head = self.grid.coordinate("x") * kv_heads // self.grid.x
-        width = out_features // kv_heads
+        head = self.grid.coordinate("x") * role.replicated_heads // self.grid.x
+        width = out_features // role.replicated_heads
         return slice(head * width, (head + 1) * width)
 
     def _group(self, role: Role, in_features: int, transposed: bool) -> SiblingGroup:
@@ -182,7 +179,7 @@ class _Swap:
 
     def _heads(self, roles: list[Role]) -> None:
         """Attention modules learn how many heads are theirs."""
-        attention: dict[str, bool] = {}
+        attention: dict[str, int] = {}
         for role in roles:
             if role.out_axis == "x" and not role.head and "." in role.name:
                 parent = role.name.rsplit(".", 1)[0]
@@ -190,7 +187,7 @@ class _Swap:
                     "attention" in type(self._find(parent)[0]).__name__.lower()
                     or "attn" in parent.rsplit(".", 1)[-1]
                 ):
-                    attention[parent] = attention.get(parent, False) or role.replicated_heads
+                    attention[parent] = attention.get(parent, 0) or role.replicated_heads
         notes: dict[str, int] = defaultdict(int)
         for name, replicated in attention.items():
             module, _ = self._find(name)
