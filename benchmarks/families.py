@@ -25,8 +25,9 @@ from torch import Tensor
 
 from benchmarks.tiny_models import Family, families, find_family, tiny_batch, tiny_loss, tiny_model
 from fourfold.grid import Grid
+from fourfold.parallel.anatomy import idle_towers
 from fourfold.parallel.parallelize import parallelize
-from fourfold.parallel.roles import Refused, idle_towers
+from fourfold.parallel.roles import Refused
 from fourfold.ranks import RankError, RankPool
 
 GRIDS = ((1, 2, 2, 2), (1, 1, 2, 4))

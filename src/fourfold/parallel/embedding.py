@@ -42,15 +42,11 @@ class Embedding4D(nn.Module):
         self._dropout = dropout
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        check_range(input_ids, self.num_embeddings, f"an input id of {self.name}")
         weight = cast(DTensor, self.weight).to_local()
         local = input_ids - self._rows.start
         here = (local >= 0) & (local < weight.shape[0])
-        if weight.shape[0]:
-            out = nn.functional.embedding(torch.where(here, local, 0), weight)
-        else:
-            out = (
-                weight.new_zeros(*input_ids.shape, weight.shape[1]) + weight.sum()
-            )  # keeps the graph connected
+        out = nn.functional.embedding(torch.where(here, local, 0), weight)
         if self.padding_idx is not None:
             # nn.Embedding gives this row no gradient.
             frozen = input_ids == self.padding_idx
@@ -65,3 +61,12 @@ class Embedding4D(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings} rows over x, {self.embedding_dim} features over y"
+
+
+def check_range(ids: Tensor, vocabulary: int | Tensor, what: str, ignored: int | None = None) -> None:
+    """Ids outside the vocabulary belong to no rank and would pass as zeros: refuse them, as one process does."""
+    inside = (ids >= 0) & (ids < vocabulary)
+    if ignored is not None:
+        inside |= ids == ignored
+    # On CUDA the device checks, and the host does not wait. There is no public name for this (torch 2.13.0).
+    torch._assert_async(inside.all(), f"{what} is outside the vocabulary")

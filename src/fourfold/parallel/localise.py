@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Axis, Grid
+from fourfold.parallel.anatomy import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES
 from fourfold.parallel.collectives import sum_backward
 from fourfold.parallel.families import Family
-from fourfold.parallel.roles import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES, Refused
+from fourfold.parallel.roles import Refused
 
 
 def show_local_parameters(module: nn.Module, gradient_sum: Mapping[str, Axis | None], grid: Grid) -> None:

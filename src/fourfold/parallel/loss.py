@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fourfold.grid import Grid
 from fourfold.parallel.collectives import sum_forward
+from fourfold.parallel.embedding import check_range
 from fourfold.parallel.layout import chunk
 
 IGNORE_INDEX = -100
@@ -27,7 +28,13 @@ class _TokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, first: int, ignore_index: int, z_loss: float, grid: Grid
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        first: int | Tensor,
+        ignore_index: int,
+        z_loss: float,
+        grid: Grid,
     ) -> Tensor:
         wide = logits.float()
         width = logits.shape[-1]
@@ -80,7 +87,7 @@ def cross_entropy(
     predict, not shifted here. The mean is over the labels of the whole global batch that are not ``ignore_index``,
     also when ranks hold different counts. When gradients are accumulated over several calls, pass the number of such
     labels in all of them as ``num_items`` (`count_labels`), so that the accumulated gradient is that of one mean.
-    ``vocab_size`` is needed only where the vocabulary does not divide over x.
+    With ``vocab_size`` the width of the logits is checked against it; without, the ranks tell each other theirs.
 
     Example:
         >>> labels = torch.full_like(ids, IGNORE_INDEX)
@@ -95,21 +102,39 @@ def cross_entropy(
         )
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    columns = chunk(vocab_size or logits.shape[-1] * grid.x, grid.x, grid.coordinate("x"))
-    if logits.shape[-1] != columns.stop - columns.start:
-        raise ValueError(
-            f"logits have {logits.shape[-1]} columns, but a vocabulary of {vocab_size} over x={grid.x} gives this rank "
-            f"{columns.stop - columns.start}; pass the logits as the model gave them (not gathered), and its vocab_size"
-        )
+    first, vocabulary = _columns(logits, grid, vocab_size)
     labels = labels.to(logits.device)
+    check_range(labels, vocabulary, "a label", ignore_index)
     if num_items is None:
         num_items = count_labels(labels, grid, ignore_index=ignore_index)
-    arguments = (logits, labels, columns.start, ignore_index, z_loss, grid)
+    arguments = (logits, labels, first, ignore_index, z_loss, grid)
     loss = cast(Tensor, _TokenLoss.apply(*arguments)) / num_items  # type: ignore[no-untyped-call]
     # Each rank's backward goes through its own tokens; FSDP2 and the data axis sum the gradients.
     for axis in ("z", "data"):
         loss = sum_forward(loss, grid.collectives, axis, "loss")
     return loss
+
+
+def _columns(logits: Tensor, grid: Grid, vocab_size: int | None) -> tuple[int | Tensor, int | Tensor]:
+    """(the first column of the vocabulary that this rank holds, the columns of all ranks)."""
+    if vocab_size is None:
+        widths = _widths(logits, grid)
+        return widths[: grid.coordinate("x")].sum(), widths.sum()
+    columns = chunk(vocab_size, grid.x, grid.coordinate("x"))
+    if logits.shape[-1] != columns.stop - columns.start:
+        raise ValueError(
+            f"logits have {logits.shape[-1]} columns, but a vocabulary of {vocab_size} over x={grid.x} gives this rank "
+            f"{columns.stop - columns.start}; pass the logits as the model gave them (not gathered), and its vocab_size"
+        )
+    return columns.start, vocab_size
+
+
+def _widths(logits: Tensor, grid: Grid) -> Tensor:
+    """How many columns each x rank holds; on the device, so that nobody waits for it."""
+    own = torch.full((1,), logits.shape[-1], device=logits.device)
+    widths = own.new_empty(grid.x)
+    grid.collectives.all_gather(widths, own, "x", "loss").wait()
+    return widths
 
 
 def count_labels(labels: Tensor, grid: Grid, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -167,7 +192,7 @@ def full_logits(logits: Tensor, grid: Grid, *, vocab_size: int | None = None) ->
         >>> full_logits(model(input_ids=ids).logits, grid, vocab_size=131).shape[-1]
         131
     """
-    vocabulary = vocab_size or logits.shape[-1] * grid.x
+    vocabulary = vocab_size or int(_widths(logits, grid).sum())
     widest = chunk(vocabulary, grid.x, 0).stop
     padded = logits.new_zeros(*logits.shape[:-1], widest)
     padded[..., : logits.shape[-1]] = logits.detach()

@@ -36,8 +36,11 @@ def initialise_shards(
 
 
 @torch.no_grad()
-def load_shards(model: nn.Module, layouts: Mapping[str, Layout], files: CheckpointFiles, grid: Grid) -> None:
-    """Read this rank's shards from a Hugging Face checkpoint: only the bytes it needs."""
+def load_shards(
+    model: nn.Module, layouts: Mapping[str, Layout], files: CheckpointFiles, grid: Grid
+) -> set[str]:
+    """Read this rank's shards from a Hugging Face checkpoint, only the bytes it needs; what nobody asked for is returned."""
+    unused = files.names()
     names = files.names()
     prefix = getattr(model, "base_model_prefix", "")
     for layout, local in _shards(model, layouts):
@@ -59,7 +62,10 @@ def load_shards(model: nn.Module, layouts: Mapping[str, Layout], files: Checkpoi
                 "use the config.json of that checkpoint"
             )
         files.read_into(stored, local, layout.in_hf(layout.shard(grid)))
+        unused.discard(stored)
     # Buffers that a state dict keeps are small and whole on each rank.
     for name, buffer in model.named_buffers():
         if name in names:
             files.read_into(name, buffer, tuple(slice(0, size) for size in buffer.shape))
+            unused.discard(name)
+    return unused

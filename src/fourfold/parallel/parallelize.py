@@ -43,7 +43,7 @@ def parallelize(
     ``model`` is an unmodified Hugging Face causal LM, or an `nn.Module` with ``roles``. Built on ``meta`` it never
     exists whole: each rank reads its shards from ``checkpoint`` (a folder of safetensors), or draws them, the same
     numbers on every grid, from ``seed`` by the model's own rules of initialisation. A model with real weights keeps
-    them.
+    them. Make the optimizer afterwards: the model has other parameters then.
 
     Raises `Refused` where the grid would not give the numbers of one process.
 
@@ -96,7 +96,9 @@ def parallelize(
         else:
             _move_buffers(model, grid.device)
         if files is not None:
-            load_shards(model, swapped.layouts, files, grid)
+            unused = load_shards(model, swapped.layouts, files, grid)
+            if unused:
+                notes.append(f"{len(unused)} tensors of the checkpoint are not in the model: {_some(unused)}")
         elif on_meta:
             initialise_shards(model, swapped.layouts, recipes, grid, seed)
     seed_ranks(grid, seed)
@@ -188,6 +190,11 @@ def _settle_siblings_once(model: nn.Module) -> None:
         handle.remove()
 
     handle = model.register_forward_hook(settle)
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (", ..." if len(names) > len(first) else "")
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

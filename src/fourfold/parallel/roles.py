@@ -30,13 +30,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from fourfold.grid import Axis, Grid
+from fourfold.parallel.anatomy import Anatomy, idle_towers, is_linear, is_norm, linear_shape, text_root
 from fourfold.parallel.families import FAMILIES, LATENT_ATTENTION, Family
+from fourfold.parallel.layout import chunk
 from fourfold.parallel.norm import Formula, epsilon_of, recognise
 
 
@@ -89,8 +89,6 @@ _OF_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
 _OF_NORMS = ("norm", "norm_x", "replicated", "replicated_with_grad_allreduce", "heads")
 _OF_PARAMETERS = ("heads", "features", "replicated", "replicated_with_grad_allreduce")
 
-HEAD_ATTRIBUTES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
-KV_HEAD_ATTRIBUTES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _SEPARATE_KV = re.compile(r"(^|\.)(k_proj|v_proj|key|value|k|v)$")
 
 
@@ -100,18 +98,6 @@ def matches(pattern: str, name: str) -> bool:
     if parts[0] == "[^.]+":
         parts[0] = ".+"
     return re.fullmatch(r"\.".join(parts), name) is not None
-
-
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, Conv1D))
-
-
-def linear_shape(module: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features)."""
-    if isinstance(module, Conv1D):
-        return int(module.nx), int(module.nf)
-    assert isinstance(module, nn.Linear)
-    return module.in_features, module.out_features
 
 
 def family_of(model: nn.Module) -> Family:
@@ -133,16 +119,9 @@ def assign(model: nn.Module, grid: Grid, given: Mapping[str, str] | None = None)
 class _Assignment:
     def __init__(self, model: nn.Module, grid: Grid, given: Mapping[str, str]) -> None:
         self.model, self.grid, self.given = model, grid, given
-        self.modules = dict(model.named_modules())
         self.family = family_of(model)
         self.plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
-        config: Any = getattr(model, "config", None)
-        self.config: Any = (
-            config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        )
-        self.embedding = _call(model, "get_input_embeddings")
-        self.head = _call(model, "get_output_embeddings")
-        self.hidden_size = self._read_hidden_size()
+        self.anatomy = Anatomy(model)
 
     def roles(self) -> list[Role]:
         self._check_words()
@@ -150,7 +129,7 @@ class _Assignment:
             # Nothing is cut but the batch and the storage of weights: any model is exact as it is.
             return [
                 Role(name, "replicated", "x = y = 1")
-                for name, module in self.modules.items()
+                for name, module in self.anatomy.modules.items()
                 if module._parameters
             ]
         if self.family.refused:
@@ -158,14 +137,14 @@ class _Assignment:
                 f"{type(self.model).__name__}: {self.family.refused}; so not on y={self.grid.y}, x={self.grid.x}: use x=1 "
                 "and y=1 (z and data work with any model)"
             )
-        hidden = self.hidden_size
+        hidden = self.anatomy.hidden_size
         if hidden is not None and hidden % self.grid.y:
             raise self._does_not_divide("y", f"hidden_size={hidden} of {type(self.model).__name__}", hidden)
         self._check_styles()
         roles: list[Role] = []
         idle = idle_towers(self.model)
-        text = _text_root(self.model) if idle else ""
-        for name, module in self.modules.items():
+        text = text_root(self.model) if idle else ""
+        for name, module in self.anatomy.modules.items():
             tower = next((t for t in idle if name == t or name.startswith(f"{t}.")), None)
             if tower is not None or ((idle and text.startswith(f"{name}.")) or (idle and not name)):
                 if module._parameters:
@@ -185,7 +164,7 @@ class _Assignment:
     def _embedding(self, name: str, module: nn.Embedding) -> Role:
         word = self._word(name)
         why = self._why(name)
-        if module is self.embedding or word == "embedding_rowwise":
+        if module is self.anatomy.embedding or word == "embedding_rowwise":
             if type(module) is not nn.Embedding and not hasattr(module, "embed_scale"):
                 raise Refused(
                     f"{name} is a {type(module).__name__}, which is not nn.Embedding nor one with an embed_scale: what "
@@ -195,16 +174,19 @@ class _Assignment:
             if module.embedding_dim % self.grid.y:
                 what = f"the {module.embedding_dim} features of {name}"
                 raise self._does_not_divide("y", what, module.embedding_dim)
+            self._check_vocabulary(name, module.num_embeddings)
             return Role(name, "embedding_rowwise", why or "the model's input embedding")
         self._check_fit(name, module, word, _OF_EMBEDDINGS)
-        if module.embedding_dim != self.hidden:
+        if module.embedding_dim != self.anatomy.hidden:
             raise self._no_role(name, module, f"an embedding of {module.embedding_dim} features")
-        return Role(name, "embedding_colwise", why or f"its {self.hidden} features are the hidden ones")
+        return Role(
+            name, "embedding_colwise", why or f"its {self.anatomy.hidden} features are the hidden ones"
+        )
 
     def _linear(self, name: str, module: nn.Module) -> Role:
         word = self._word(name)
         why = self._why(name)
-        if module is self.head and word is None:
+        if module is self.anatomy.head and word is None:
             word, why = "colwise_gather_output", "the model's output embedding"
         if word is None:
             raise self._no_role(name, module, "a linear layer")
@@ -212,7 +194,7 @@ class _Assignment:
         if word not in _LINEAR_AXES:
             raise self._missing_style(name, word)
         in_axis, out_axis = _LINEAR_AXES[word]
-        role = Role(name, word, why, in_axis, out_axis, head=module is self.head)
+        role = Role(name, word, why, in_axis, out_axis, head=module is self.anatomy.head)
         role = replace(role, segments=self._segments(name, module, word))
         # Heads first: they are what must divide, and with them their features do.
         role = self._with_heads(role, module)
@@ -225,11 +207,11 @@ class _Assignment:
         self._check_fit(name, module, word, _OF_NORMS)
         weight = getattr(module, "weight", None)
         size = weight.shape if weight is not None else None
-        inside_attention = self._in_attention(name)
+        inside_attention = self.anatomy.in_attention(name)
         last = name.rsplit(".", 1)[-1]
         if word is None and inside_attention and size is not None:
-            heads, kv_heads = self._heads(name)
-            head_dim = self._head_dim(name)
+            heads, kv_heads = self.anatomy.heads(name)
+            head_dim = self.anatomy.head_dim(name)
             if len(size) == 2:
                 word, why = "heads", f"one row for each of {size[0]} heads"
             elif head_dim is not None and size[0] == head_dim:
@@ -251,11 +233,11 @@ class _Assignment:
                     )
         if word is None and inside_attention and size is None and last.startswith(("q", "k", "v")):
             return Role(name, "without parameters", "over the features of a head")
-        if word is None and (size is None or tuple(size) == (self.hidden,)):
+        if word is None and (size is None or tuple(size) == (self.anatomy.hidden,)):
             word, why = "norm", "over the hidden features"
         if word in ("norm", "norm_x"):
             formula = recognise(module)
-            features = size[0] if size else self.hidden
+            features = size[0] if size else self.anatomy.hidden
             if formula is None:
                 raise Refused(
                     f"{name} is a {type(module).__name__} over {features} features whose formula is "
@@ -305,7 +287,7 @@ class _Assignment:
         if kind in ("halves", "thirds"):
             parts = 2 if kind == "halves" else 3
             return (out // parts,) * parts
-        heads, kv_heads = self._heads(name)
+        heads, kv_heads = self.anatomy.heads(name)
         assert heads
         assert kv_heads
         head_dim = out // (heads + 2 * kv_heads)
@@ -316,20 +298,32 @@ class _Assignment:
         if role.in_axis is not None and in_features % self.grid.size(role.in_axis):
             what = f"the {in_features} input features of {role.name}"
             raise self._does_not_divide(role.in_axis, what, in_features)
-        if role.head or role.replicated_heads or role.out_axis is None:
-            return  # a vocabulary need not divide
+        if role.head:
+            self._check_vocabulary(role.name, out_features)  # which need not divide
+            return
+        if role.replicated_heads or role.out_axis is None:
+            return
         for width in role.segments or (out_features,):
             if width % self.grid.size(role.out_axis):
                 what = f"the {width} output features of {role.name}"
                 raise self._does_not_divide(role.out_axis, what, width)
 
+    def _check_vocabulary(self, name: str, rows: int) -> None:
+        """Uneven parts are fine, but each rank needs a row: FSDP2 has no gradient for an empty tensor."""
+        x = self.grid.x
+        if chunk(rows, x, x - 1).start == rows:
+            raise Refused(
+                f"the {rows} rows of {name} over x={x} leave the last x rank without any; use an x of at most "
+                f"{math.isqrt(rows)}, or a larger vocabulary"
+            )
+
     def _with_heads(self, role: Role, module: nn.Module) -> Role:
         """Heads are cut whole: check that they divide, or that key/value heads can be replicated."""
         x = self.grid.x
-        if role.out_axis != "x" or x == 1 or not self._in_attention(role.name):
+        if role.out_axis != "x" or x == 1 or not self.anatomy.in_attention(role.name):
             return role
         parent = role.name.rsplit(".", 1)[0]
-        heads, kv_heads = self._heads(role.name)
+        heads, kv_heads = self.anatomy.heads(role.name)
         if heads and heads % x:
             raise self._does_not_divide("x", f"num_attention_heads={heads} of {parent}", heads)
         if kv_heads and kv_heads % x:
@@ -356,7 +350,9 @@ class _Assignment:
         return role
 
     def _has_separate_kv(self, parent: str) -> bool:
-        return any(n.rsplit(".", 1)[0] == parent and _SEPARATE_KV.search(n) for n in self.modules if "." in n)
+        return any(
+            n.rsplit(".", 1)[0] == parent and _SEPARATE_KV.search(n) for n in self.anatomy.modules if "." in n
+        )
 
     def _does_not_divide(self, axis: Axis, what: str, size: int, because: str = "") -> Refused:
         """The refusal, with a grid of as many ranks that gets past it."""
@@ -364,7 +360,7 @@ class _Assignment:
         fits = math.gcd(have, size)
         y = self.grid.y * have // fits
         # The other ranks go to y if it can take them; z takes any number.
-        to_y = axis == "x" and (self.hidden_size is None or self.hidden_size % y == 0)
+        to_y = axis == "x" and (self.anatomy.hidden_size is None or self.anatomy.hidden_size % y == 0)
         rest = f"y={y}" if to_y else f"z={self.grid.z * have // fits}"
         return Refused(
             f"{axis}={have} does not divide {what}{because}; use {'an x' if axis == 'x' else f'a {axis}'} that divides "
@@ -373,55 +369,13 @@ class _Assignment:
 
     # -- what the model says --------------------------------------------------------------------------------------------
 
-    @property
-    def hidden(self) -> int:
-        if self.hidden_size is None:
-            raise ValueError(
-                f"{type(self.model).__name__} has no input embedding, config.hidden_size or norm to read the hidden size "
-                "from; give the model a get_input_embeddings() method"
-            )
-        return self.hidden_size
-
-    def _read_hidden_size(self) -> int | None:
-        size = getattr(self.embedding, "embedding_dim", None)
-        for name in ("hidden_size", "n_embd", "d_model"):
-            size = getattr(self.config, name, None) or size
-        if size is None:
-            norms = [
-                m.weight.shape[0]
-                for m in self.modules.values()
-                if _is_norm(m) and getattr(m, "weight", None) is not None
-            ]
-            size = max(norms, default=None)
-        return None if size is None else int(size)
-
-    def _in_attention(self, name: str) -> bool:
-        parent = self.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
-        return parent is not None and re.search(r"attention|attn", type(parent).__name__, re.I) is not None
-
-    def _heads(self, name: str) -> tuple[int | None, int | None]:
-        """(query heads, key/value heads) of the attention that a module belongs to."""
-        parent = self.modules[name.rsplit(".", 1)[0]] if "." in name else self.model
-        config = getattr(parent, "config", None) or self.config
-        heads = _first_int(parent, HEAD_ATTRIBUTES) or _first_int(config, HEAD_ATTRIBUTES)
-        kv_heads = _first_int(parent, KV_HEAD_ATTRIBUTES) or _first_int(config, KV_HEAD_ATTRIBUTES)
-        return heads, kv_heads
-
-    def _head_dim(self, name: str) -> int | None:
-        parent = self.modules[name.rsplit(".", 1)[0]] if "." in name else self.model
-        size = _first_int(parent, ("head_dim", "head_size", "d_head"))
-        if size is None:
-            heads, _ = self._heads(name)
-            size = self.hidden // heads if heads else None
-        return size
-
     def _word(self, name: str) -> str | None:
         for roles in (self.given, self.family.roles, self.plan):
             for pattern, word in roles.items():
                 if matches(pattern, name):
                     last = name.rsplit(".", 1)[-1]
                     return LATENT_ATTENTION.get(last, word) if roles is self.plan else word
-        parent = self.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
+        parent = self.anatomy.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
         if parent is not None and hasattr(parent, "kv_a_proj_with_mqa"):
             return LATENT_ATTENTION.get(name.rsplit(".", 1)[-1])
         return None
@@ -437,7 +391,7 @@ class _Assignment:
         return ""
 
     def _is_norm(self, name: str, module: nn.Module) -> bool:
-        if _is_norm(module):
+        if is_norm(module):
             return True
         given = next((word for pattern, word in self.given.items() if matches(pattern, name)), None)
         return given in ("norm", "norm_x") and set(module._parameters) <= {"weight", "bias"}
@@ -445,7 +399,7 @@ class _Assignment:
     def _holders(self) -> set[str]:
         """What a role can be given to: modules that hold parameters, norms, and parameters that stand alone."""
         names = set()
-        for name, module in self.modules.items():
+        for name, module in self.anatomy.modules.items():
             if isinstance(module, nn.Embedding) or is_linear(module) or self._is_norm(name, module):
                 names.add(name)
             elif module._parameters:
@@ -472,10 +426,10 @@ class _Assignment:
                 hint = (
                     f"did you mean {near[0]!r}" if near else "dict(model.named_modules()) shows what there is"
                 )
-                everything = (*self.modules, *(n for n, _ in self.model.named_parameters()))
+                everything = (*self.anatomy.modules, *(n for n, _ in self.model.named_parameters()))
                 there = next((name for name in everything if matches(pattern, name)), None)
                 raise ValueError(
-                    f"a role was given for {pattern!r}, but none of the {len(self.modules)} modules of "
+                    f"a role was given for {pattern!r}, but none of the {len(self.anatomy.modules)} modules of "
                     f"{type(self.model).__name__} has that name; {hint}"
                     if there is None
                     else f"a role was given for {pattern!r}, but {there} takes none: roles are for the modules that hold "
@@ -486,7 +440,7 @@ class _Assignment:
         """A style of the model's own plan that is not supported is the reason to name, before any module of it."""
         for pattern, word in self.plan.items():
             if word not in WORDS and not any(matches(p, pattern) for p in self.given):
-                name = next((n for n in self.modules if matches(pattern, n)), None)
+                name = next((n for n in self.anatomy.modules if matches(pattern, n)), None)
                 if name is not None:
                     raise self._missing_style(name, word)
 
@@ -502,57 +456,3 @@ class _Assignment:
             f"{name}: plan style {word!r} is not supported on y={self.grid.y}, x={self.grid.x}; use x=1 and y=1 "
             "(z and data work with any model)"
         )
-
-
-def _text_root(model: nn.Module) -> str:
-    """The name of the module that holds the input embedding."""
-    embedding = _call(model, "get_input_embeddings")
-    return next((n.rpartition(".")[0] for n, m in model.named_modules() if m is embedding), "")
-
-
-def idle_towers(model: nn.Module) -> list[str]:
-    """The parts of a multimodal model that text does not pass: neither its language model nor the head."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
-        return []
-    if config.get_text_config() is config:
-        return []
-    root, head = _text_root(model), _call(model, "get_output_embeddings")
-    towers = []
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        beside = (
-            name and (not parent or root.startswith(f"{parent}.")) and not f"{root}.".startswith(f"{name}.")
-        )
-        used = any(m is head for m in module.modules())
-        if beside and root and not used and next(module.parameters(), None) is not None:
-            towers.append(name)
-    return towers
-
-
-def _call(model: nn.Module, method: str) -> nn.Module | None:
-    function = getattr(model, method, None)
-    if function is None:
-        return None
-    try:
-        found = function()
-    except (NotImplementedError, AttributeError):
-        return None
-    return found if isinstance(found, nn.Module) else None
-
-
-def _first_int(owner: Any, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        value = getattr(owner, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
-
-
-def _is_norm(module: nn.Module) -> bool:
-    if any(True for _ in module.children()):
-        return False
-    name = type(module).__name__.lower()
-    if "norm" not in name or "batchnorm" in name or "groupnorm" in name:
-        return False
-    return set(module._parameters) <= {"weight", "bias"}

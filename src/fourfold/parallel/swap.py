@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fourfold.grid import Axis, Grid
+from fourfold.parallel.anatomy import idle_towers, linear_shape
 from fourfold.parallel.embedding import Embedding4D
 from fourfold.parallel.layout import Layout
 from fourfold.parallel.linear import Linear4D, SiblingGroup
@@ -16,7 +17,7 @@ from fourfold.parallel.localise import cut_output, forbid, show_local_heads, sho
 from fourfold.parallel.norm import Norm4D
 from fourfold.parallel.random import Dropout
 from fourfold.parallel.report import describe
-from fourfold.parallel.roles import Refused, Role, family_of, idle_towers, linear_shape, matches
+from fourfold.parallel.roles import Refused, Role, family_of, matches
 
 
 @dataclass

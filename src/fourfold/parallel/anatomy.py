@@ -1,0 +1,134 @@
+"""What a model says of itself: its parts, its sizes, its heads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+HEAD_ATTRIBUTES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
+KV_HEAD_ATTRIBUTES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+
+
+class Anatomy:
+    """Where a model keeps its embedding and head, how wide it is, and what its attention modules count."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules())
+        config: Any = getattr(model, "config", None)
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        self.config: Any = text
+        self.embedding = _call(model, "get_input_embeddings")
+        self.head = _call(model, "get_output_embeddings")
+        self.hidden_size = self._read_hidden_size()
+
+    @property
+    def hidden(self) -> int:
+        if self.hidden_size is None:
+            raise ValueError(
+                f"{type(self.model).__name__} has no input embedding, config.hidden_size or norm to read the hidden size "
+                "from; give the model a get_input_embeddings() method"
+            )
+        return self.hidden_size
+
+    def _read_hidden_size(self) -> int | None:
+        size = getattr(self.embedding, "embedding_dim", None)
+        for name in ("hidden_size", "n_embd", "d_model"):
+            size = getattr(self.config, name, None) or size
+        if size is None:
+            norms = [
+                m.weight.shape[0]
+                for m in self.modules.values()
+                if is_norm(m) and getattr(m, "weight", None) is not None
+            ]
+            size = max(norms, default=None)
+        return None if size is None else int(size)
+
+    def in_attention(self, name: str) -> bool:
+        parent = self.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
+        return parent is not None and re.search(r"attention|attn", type(parent).__name__, re.I) is not None
+
+    def heads(self, name: str) -> tuple[int | None, int | None]:
+        """(query heads, key/value heads) of the attention that a module belongs to."""
+        parent = self.modules[name.rsplit(".", 1)[0]] if "." in name else self.model
+        config = getattr(parent, "config", None) or self.config
+        heads = _first_int(parent, HEAD_ATTRIBUTES) or _first_int(config, HEAD_ATTRIBUTES)
+        kv_heads = _first_int(parent, KV_HEAD_ATTRIBUTES) or _first_int(config, KV_HEAD_ATTRIBUTES)
+        return heads, kv_heads
+
+    def head_dim(self, name: str) -> int | None:
+        parent = self.modules[name.rsplit(".", 1)[0]] if "." in name else self.model
+        size = _first_int(parent, ("head_dim", "head_size", "d_head"))
+        if size is None:
+            heads, _ = self.heads(name)
+            size = self.hidden // heads if heads else None
+        return size
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, Conv1D))
+
+
+def linear_shape(module: nn.Module) -> tuple[int, int]:
+    """(in_features, out_features)."""
+    if isinstance(module, Conv1D):
+        return int(module.nx), int(module.nf)
+    assert isinstance(module, nn.Linear)
+    return module.in_features, module.out_features
+
+
+def text_root(model: nn.Module) -> str:
+    """The name of the module that holds the input embedding."""
+    embedding = _call(model, "get_input_embeddings")
+    return next((n.rpartition(".")[0] for n, m in model.named_modules() if m is embedding), "")
+
+
+def idle_towers(model: nn.Module) -> list[str]:
+    """The parts of a multimodal model that text does not pass: neither its language model nor the head."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
+        return []
+    if config.get_text_config() is config:
+        return []
+    root, head = text_root(model), _call(model, "get_output_embeddings")
+    towers = []
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        beside = (
+            name and (not parent or root.startswith(f"{parent}.")) and not f"{root}.".startswith(f"{name}.")
+        )
+        used = any(m is head for m in module.modules())
+        if beside and root and not used and next(module.parameters(), None) is not None:
+            towers.append(name)
+    return towers
+
+
+def _call(model: nn.Module, method: str) -> nn.Module | None:
+    function = getattr(model, method, None)
+    if function is None:
+        return None
+    try:
+        found = function()
+    except (NotImplementedError, AttributeError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _first_int(owner: Any, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return None
+
+
+def is_norm(module: nn.Module) -> bool:
+    if any(True for _ in module.children()):
+        return False
+    name = type(module).__name__.lower()
+    if "norm" not in name or "batchnorm" in name or "groupnorm" in name:
+        return False
+    return set(module._parameters) <= {"weight", "bias"}

@@ -1,0 +1,125 @@
+"""Small models and batches, the same in every process, and the comparison of shards with whole tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from fourfold import Grid, Report
+
+VOCABULARY = 131  # divides over no axis
+COMMON = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+LLAMA_LIKE = COMMON | {
+    "intermediate_size": 64,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+GPT2_LIKE = COMMON | {
+    "n_inner": 64,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, LLAMA_LIKE),
+    "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2_LIKE),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA_LIKE),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, LLAMA_LIKE | {"head_dim": 8}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, LLAMA_LIKE | {"head_dim": 8, "attn_implementation": "eager"}),
+}
+
+
+def construct(kind: str, **changes: Any) -> PreTrainedModel:
+    """The model as its own constructor makes it, on the default device."""
+    model_class, config_class, options = MODELS[kind]
+    return model_class(config_class(**options | changes)).train()
+
+
+def build(kind: str, **changes: Any) -> PreTrainedModel:
+    """A model with random numbers in every parameter: biases start at 0 and norms at 1, where faults would hide."""
+    torch.manual_seed(0)
+    model = construct(kind, **changes)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    return model
+
+
+def batch(rows: int, length: int = 12, seed: int = 2) -> tuple[Tensor, Tensor]:
+    """Tokens and labels; each row counts another number of labels."""
+    ids = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : row % (length - 1)] = -100
+    return ids, labels
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        found[name] = parameter.grad.clone()
+    return found
+
+
+def part(whole: Mapping[str, Tensor], report: Report, grid: Grid, name: str) -> Tensor:
+    """What of a Hugging Face tensor this rank stores as its shard of parameter ``name``."""
+    layout = report.layouts[name]
+    return whole[layout.hf_name][layout.in_hf(layout.shard(grid))]
+
+
+def assert_shards_close(
+    local: Mapping[str, Tensor], whole: Mapping[str, Tensor], report: Report, grid: Grid, bar: float = 1e-4
+) -> None:
+    """Each shard is its part of the whole tensor, up to ``bar`` of that tensor's largest entry."""
+    assert set(local) == set(report.layouts)
+    for name, shard in local.items():
+        scale = float(whole[report.layouts[name].hf_name].abs().max())
+        torch.testing.assert_close(
+            shard,
+            part(whole, report, grid, name),
+            rtol=0.0,
+            atol=bar * scale,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def local_gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), f"{name} has no gradient on the grid"
+        found[name] = parameter.grad.to_local().clone()
+    return found
+
+
+def local_parameters(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not on the grid"
+        found[name] = parameter.to_local().detach()
+    return found
