@@ -41,6 +41,14 @@ ZERO = 1e-5
 ZERO_SCALE = 1e-3
 VERIFIED_BAR = 60
 PLAIN_STYLES = {"colwise", "rowwise"}
+# Every text family whose plan is colwise and rowwise alone has to be verified. These are not text families: what
+# their other inputs pass has no role.
+NOT_TEXT = {
+    "higgs_audio_v2": "audio codebooks",
+    "muse_glimmer": "images",
+    "neomme": "images of pages",
+    "voxtral_realtime": "audio",
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,8 @@ def main(arguments: list[str] | None = None) -> int:
             if outcome.status == "verified":
                 worst = max(worst, outcome.gradient)
             elif set(family.plan_styles) and set(family.plan_styles) <= PLAIN_STYLES:
-                short.append(family.name)
+                if family.name not in NOT_TEXT:
+                    short.append(family.name)
             figure = (
                 f" {outcome.gradient:.1e}{outcome.detail}"
                 if outcome.status == "verified"
@@ -154,7 +163,9 @@ def main(arguments: list[str] | None = None) -> int:
     by_status = summarise(outcomes)
     counts = {status: len(names) for status, names in by_status.items()}
     if short:
-        print(f"plans of colwise and rowwise alone that are not verified: {', '.join(short)}")
+        print(
+            f"text families with a plan of colwise and rowwise alone that are not verified: {', '.join(short)}"
+        )
     last = (
         f"families: {counts['verified']} verified, {counts['refused']} refused, {counts['failed']} failed of "
         f"{sum(counts.values())} ({len(chosen)} rows), worst gradient error {worst:.2e}, {time.perf_counter() - start_s:.0f} s"
@@ -162,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write:
         options.write.write_text(markdown(outcomes, last))
     print(last)
-    enough = options.only or counts["verified"] >= VERIFIED_BAR
+    enough = options.only or (counts["verified"] >= VERIFIED_BAR and not short)
     return 0 if enough and not counts["failed"] else 1
 
 
