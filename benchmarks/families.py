@@ -151,9 +151,10 @@ def main(arguments: list[str] | None = None) -> int:
             outcomes[family.name] = outcome
             if outcome.status == "verified":
                 worst = max(worst, outcome.gradient)
-            elif set(family.plan_styles) and set(family.plan_styles) <= PLAIN_STYLES:
-                if family.name not in NOT_TEXT:
-                    short.append(family.name)
+            elif (
+                set(family.plan_styles) <= PLAIN_STYLES and family.plan_styles and family.name not in NOT_TEXT
+            ):
+                short.append(family.name)
             figure = (
                 f" {outcome.gradient:.1e}{outcome.detail}"
                 if outcome.status == "verified"
