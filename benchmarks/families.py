@@ -4,7 +4,8 @@ Every family with a tensor-parallel plan of its own, and those of Fourfold's tab
 from its own config class, on two grids. The loss and every gradient are compared with the stock model in one process.
 
     verified        exact on both grids
-    refused: why    not trained: said before the first step, with the module or plan style that stands in the way
+    refused: why    not trained: said before the first step, with the module or plan style that stands in the way;
+                    and whether the family is exact on z and data alone, (2, 2, 1, 1)
     failed: why     a defect: neither exact nor refused
 
     python -m benchmarks.families
@@ -16,8 +17,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -27,11 +29,14 @@ from benchmarks.tiny_models import Family, families, find_family, tiny_batch, ti
 from fourfold.grid import Grid
 from fourfold.parallel.anatomy import idle_towers
 from fourfold.parallel.parallelize import parallelize
-from fourfold.parallel.roles import Refused
+from fourfold.parallel.refused import Refused
 from fourfold.ranks import RankError, RankPool
 
 GRIDS = ((1, 2, 2, 2), (1, 1, 2, 4))
 RANKS = 8
+# Where the tensor axes are refused, z and data alone are tried.
+WITHOUT_TENSOR_AXES = (2, 2, 1, 1)
+WITHOUT_LOSS = ("diffusion_gemma", "embedding_gemma2", "muse_glimmer_assistant")
 LOSS_BAR = 1e-5
 GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
 # A gradient whose true value is zero (a bias of k, which softmax cancels) is rounding noise and has no maximum of its
@@ -72,15 +77,9 @@ def check_rank(name: str, shape: tuple[int, int, int, int]) -> Outcome:
     grid = Grid.create(shape, timeout_s=60)
     try:
         report = parallelize(model, grid)
+        loss = tiny_loss(model, _own_part(batch, grid))
     except Refused as error:
         return Outcome("refused", str(error))
-    sequences = next(len(v) for v in batch.values() if isinstance(v, Tensor))
-    rows = grid.local_rows(sequences)
-    part = {
-        k: v[rows] if isinstance(v, Tensor) and v.ndim and len(v) == sequences else v
-        for k, v in batch.items()
-    }
-    loss = tiny_loss(model, part)
     loss.backward()
     loss_error = abs(loss.item() - expected.item()) / abs(expected.item())
     worst, where = 0.0, ""
@@ -109,6 +108,15 @@ def check_rank(name: str, shape: tuple[int, int, int, int]) -> Outcome:
     return Outcome("verified", f" text alone, {', '.join(idle)} idle" if idle else "", worst)
 
 
+def _own_part(batch: dict[str, Any], grid: Grid) -> dict[str, Any]:
+    sequences = next(len(v) for v in batch.values() if isinstance(v, Tensor))
+    rows = grid.local_rows(sequences)
+    return {
+        k: v[rows] if isinstance(v, Tensor) and v.ndim and len(v) == sequences else v
+        for k, v in batch.items()
+    }
+
+
 def check(pool: RankPool, family: Family) -> Outcome:
     """The outcome of a family over all grids and ranks: the worst of them."""
     worst = Outcome("verified")
@@ -116,15 +124,34 @@ def check(pool: RankPool, family: Family) -> Outcome:
         try:
             outcomes = pool.run(check_rank, RANKS, family.name, shape, timeout_s=180)
         except RankError as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            raised = [line for line in lines if not line.startswith((" ", "then rank", "rank "))]
-            return Outcome("failed", f"{shape}: {raised[-1] if raised else lines[0]}")
+            return Outcome("failed", f"{shape}: {_last_line(error)}")
         for status in ("failed", "refused"):
             found = next((o for o in outcomes if o.status == status), None)
             if found is not None:
-                return found
+                return found if status == "failed" else _beside(pool, family, found)
         worst = max([worst, *outcomes], key=lambda o: o.gradient)
     return worst
+
+
+def _beside(pool: RankPool, family: Family, refused: Outcome) -> Outcome:
+    """The same refusal, with what comes of the family on z and data alone."""
+    if family.folder in WITHOUT_LOSS:
+        return replace(refused, detail=f"{refused.detail} [z and data: not tried, it has no loss of its own]")
+    try:
+        outcomes = pool.run(check_rank, 4, family.name, WITHOUT_TENSOR_AXES, timeout_s=180)
+    except RankError as error:
+        return Outcome("failed", f"{WITHOUT_TENSOR_AXES}: {_last_line(error)}")
+    failed = next((o for o in outcomes if o.status == "failed"), None)
+    if failed is not None:
+        return replace(failed, detail=f"{WITHOUT_TENSOR_AXES}: {failed.detail}")
+    also = next((f"refused, {o.detail}" for o in outcomes if o.status == "refused"), "exact")
+    return replace(refused, detail=f"{refused.detail} [z and data: {also}]")
+
+
+def _last_line(error: RankError) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    raised = [line for line in lines if not line.startswith((" ", "then rank", "rank "))]
+    return raised[-1] if raised else lines[0]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,8 +5,8 @@ from fourfold.parallel.clip import clip_grad_norm_
 from fourfold.parallel.loss import count_labels, cross_entropy, full_logits
 from fourfold.parallel.optimizer import on_shards
 from fourfold.parallel.parallelize import parallelize
+from fourfold.parallel.refused import Refused
 from fourfold.parallel.report import Report
-from fourfold.parallel.roles import Refused
 from fourfold.parallel.weights import accumulating
 from fourfold.ranks import RankPool
 

@@ -170,7 +170,8 @@ class Collectives:
     def _reduce_over_data(self, gradient: Tensor) -> None:
         self.all_reduce(gradient, "data", "gradient").wait()
         if gradient.is_cuda:
-            # Allocated in FSDP2's reduce-scatter stream, used in its all-reduce stream, where this hook runs.
+            # Allocated in FSDP2's reduce-scatter stream, used in its all-reduce stream, where this hook runs. FSDP2 keeps
+            # such a buffer from being reused too early for its own all-reduce alone; here this does.
             gradient.record_stream(torch.cuda.current_stream())
 
 
@@ -239,9 +240,11 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        total = gradients[0].contiguous().clone()
+        # Gradients of parameters are reduced in fp32, whatever the work is done in.
+        dtype = torch.float32 if ctx.purpose == "replica" else gradients[0].dtype
+        total = gradients[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
         ctx.collectives.all_reduce(total, ctx.axis, ctx.purpose).wait()
-        return total, None, None, None
+        return total.to(gradients[0].dtype), None, None, None
 
 
 def sum_forward(tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose) -> Tensor:

@@ -26,27 +26,18 @@ class Layout:
     shape: tuple[int, ...]
     # axis -> the dim that it cuts; an axis that is missing holds replicas
     cuts: Mapping[Axis, int] = field(default_factory=dict)
-    # The axis over which replicas see different work, so that their gradients are parts of a sum.
-    gradient_sum: Axis | None = None
 
     @staticmethod
-    def whole(
-        hf_name: str,
-        tensor: Tensor,
-        cuts: Mapping[Axis, int] | None = None,
-        gradient_sum: Axis | None = None,
-    ) -> Layout:
+    def whole(hf_name: str, tensor: Tensor, cuts: Mapping[Axis, int] | None = None) -> Layout:
         shape = tuple(tensor.shape)
-        return Layout(hf_name, shape, (0,) * len(shape), shape, dict(cuts or {}), gradient_sum)
+        return Layout(hf_name, shape, (0,) * len(shape), shape, dict(cuts or {}))
 
     @staticmethod
     def rows(whole: Layout, dim: int, start: int, length: int) -> Layout:
         """The same tensor from ``start`` on along ``dim``, ``length`` long."""
         starts, shape = list(whole.start), list(whole.shape)
         starts[dim], shape[dim] = start, length
-        return Layout(
-            whole.hf_name, whole.hf_shape, tuple(starts), tuple(shape), whole.cuts, whole.gradient_sum
-        )
+        return Layout(whole.hf_name, whole.hf_shape, tuple(starts), tuple(shape), whole.cuts)
 
     def block(self, grid: Grid) -> tuple[slice, ...]:
         """What of the parameter this rank's place on y and x holds, all of z together; relative to the parameter."""
@@ -69,10 +60,6 @@ class Layout:
 
     def placements(self) -> list[Placement]:
         return [Shard(self.cuts[axis]) if axis in self.cuts else Replicate() for axis in AXES]
-
-    def replicas(self, grid: Grid) -> int:
-        """How many ranks of one data replica hold the same shard."""
-        return (1 if "y" in self.cuts else grid.y) * (1 if "x" in self.cuts else grid.x)
 
     def parameter(self, source: Tensor, grid: Grid) -> nn.Parameter:
         """This rank's block of a tensor, as a DTensor on the grid, still whole over data and z.

@@ -131,7 +131,7 @@ class SiblingGroup:
         return output
 
     def settle(self) -> None:
-        """The first forward is over: who was never asked for leaves, and the groups stay as they are."""
+        """A forward is over. After the first, who was never asked for leaves; after any, nothing is kept."""
         if not torch.is_inference_mode_enabled():
             if not self._settled and self._ready:
                 for other in [m for m in self.members if id(m) in self._ready]:

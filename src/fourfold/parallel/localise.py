@@ -13,11 +13,14 @@ from fourfold.grid import Axis, Grid
 from fourfold.parallel.anatomy import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES
 from fourfold.parallel.collectives import sum_backward
 from fourfold.parallel.families import Family
-from fourfold.parallel.roles import Refused
+from fourfold.parallel.forward import Inside
+from fourfold.parallel.refused import Refused
 
 
-def show_local_parameters(module: nn.Module, gradient_sum: Mapping[str, Axis | None], grid: Grid) -> None:
-    """Let the module's own forward read plain local tensors where its parameters are DTensors.
+def show_local_parameters(
+    module: nn.Module, gradient_sum: Mapping[str, Axis | None], grid: Grid, inside: Inside
+) -> None:
+    """Let the model's own code read plain local tensors where the module's parameters are DTensors.
 
     ``gradient_sum`` names its parameters and, for those that other x ranks use for other heads, the axis over which
     their gradients are parts of a sum.
@@ -29,18 +32,15 @@ def show_local_parameters(module: nn.Module, gradient_sum: Mapping[str, Axis | N
         def read(self: nn.Module) -> Tensor | None:
             parameter = self._parameters[key]
             # Outside forward (FSDP2, the optimizer, a state dict) the parameter is what it is.
-            if not isinstance(parameter, DTensor) or not self.__dict__.get("_in_forward"):
+            if not isinstance(parameter, DTensor) or not inside:
                 return parameter
             return sum_backward(parameter.to_local(), grid.collectives, axis, "replica")
 
         return property(read)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__["_in_forward"] = True
-        try:
+        with inside.entered():  # also where a user calls the module by itself
             return cls.forward(self, *args, **kwargs)
-        finally:
-            self.__dict__["_in_forward"] = False
 
     members: dict[str, Any] = {key: reader(key, axis) for key, axis in gradient_sum.items()}
     members |= {"forward": forward, "__module__": cls.__module__}

@@ -15,6 +15,7 @@ from fourfold.grid import Grid
 from fourfold.parallel.collectives import sum_forward
 from fourfold.parallel.embedding import check_range
 from fourfold.parallel.layout import chunk
+from fourfold.parallel.refused import Refused
 
 IGNORE_INDEX = -100
 
@@ -137,24 +138,34 @@ def _widths(logits: Tensor, grid: Grid) -> Tensor:
     return widths
 
 
-def count_labels(labels: Tensor, grid: Grid, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
+def count_labels(
+    labels: Tensor, grid: Grid, *, shift: bool = False, ignore_index: int = IGNORE_INDEX
+) -> Tensor:
     """How many labels of the global batch count, the same on every rank; at least 1, so that a mean is defined.
+
+    ``labels`` are those of this rank's rows. With ``shift`` they are labels as a Hugging Face causal LM takes them, the
+    first of each row not counting, because no position predicts it.
 
     Example:
         >>> int(count_labels(torch.tensor([5, 6, IGNORE_INDEX]), grid))
         2
     """
-    count = (labels != ignore_index).sum().to(grid.device)
+    count = ((labels[..., 1:] if shift else labels) != ignore_index).sum().to(grid.device)
     for axis in ("z", "data"):
         grid.collectives.all_reduce(count, axis, "loss").wait()
     return count.clamp(min=1)
 
 
-class CausalLMLoss:
-    """Hugging Face's ``loss_function`` for sharded logits: ``model(input_ids, labels=labels).loss`` stays exact."""
+class LossGuard:
+    """Hugging Face's ``loss_function`` for sharded logits: ``model(input_ids, labels=labels).loss`` stays exact.
 
-    def __init__(self, grid: Grid, vocab_size: int | None, *, shift: bool = True) -> None:
-        self._grid, self._vocab_size, self._shift = grid, vocab_size, shift
+    What else a model may call its loss, it would compute from a part of the vocabulary or average over a part of the
+    batch; `check` refuses that.
+    """
+
+    def __init__(self, model: str, grid: Grid, vocab_size: int | None, stock: str) -> None:
+        self._model, self._grid, self._vocab_size, self._stock = model, grid, vocab_size, stock
+        self._given: tuple[Tensor, int] | None = None
 
     def __call__(
         self,
@@ -166,16 +177,22 @@ class CausalLMLoss:
         shift_labels: Tensor | None = None,
         **ignored: Any,
     ) -> Tensor:
+        if self._stock not in ("ForCausalLMLoss", "ForMaskedLMLoss"):
+            raise Refused(
+                f"{self._model} has the loss {self._stock}, which Fourfold does not know for a batch cut over data*z="
+                f"{self._grid.batch_ranks} and a vocabulary cut over x={self._grid.x}; leave the labels away and compute "
+                "the loss from the logits (ff.cross_entropy)"
+            )
         if shift_labels is not None:
             targets = shift_labels
         else:
             assert labels is not None
             targets = labels
-            if self._shift:
+            if self._stock == "ForCausalLMLoss":
                 targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if targets.numel() == logits.shape[:-1].numel():  # a flat list of labels is one for each position too
             targets = targets.reshape(logits.shape[:-1]).contiguous()
-        return cross_entropy(
+        loss = cross_entropy(
             logits,
             targets,
             self._grid,
@@ -183,6 +200,42 @@ class CausalLMLoss:
             ignore_index=ignore_index,
             num_items=num_items_in_batch,
         )
+        self._given = (loss, _version(loss))
+        return loss
+
+    def expect(self) -> None:
+        """A forward begins."""
+        self._given = None
+
+    def check(self, output: Any) -> None:
+        """A forward is over: if it gave a loss, it has to be the one that came from here, unchanged."""
+        loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor) or loss.ndim > 0:
+            return
+        given, self._given = self._given, None
+        if given is None or given[0] is not loss or given[1] != _version(loss):
+            raise Refused(
+                f"{self._model} computes a loss of its own, or adds to it (an auxiliary loss of a router), which would be "
+                f"that of one rank's part of data*z={self._grid.batch_ranks}, x={self._grid.x}; leave the labels away and "
+                "compute the loss from the logits (ff.cross_entropy), or turn the addition off"
+            )
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def guard_loss(model: torch.nn.Module, grid: Grid, vocab_size: int | None) -> LossGuard | None:
+    """Put the exact loss in the place of the model's own; nothing to do where neither batch nor vocabulary is cut."""
+    if grid.batch_ranks * grid.x == 1:
+        return None
+    stock: Any = getattr(model, "loss_function", None)
+    guard = LossGuard(
+        type(model).__name__, grid, vocab_size, getattr(stock, "__name__", type(stock).__name__)
+    )
+    if stock is not None:
+        model.loss_function = guard  # type: ignore[assignment]  # Hugging Face has a setter for it
+    return guard
 
 
 def full_logits(logits: Tensor, grid: Grid, *, vocab_size: int | None = None) -> Tensor:

@@ -26,21 +26,21 @@ def on_shards(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., tor
         >>> optimizer.step()
         >>> optimizer.zero_grad()
     """
-    if not issubclass(optimizer_class, ELEMENTWISE):
+    if optimizer_class not in ELEMENTWISE:
         raise ValueError(
             f"{optimizer_class.__name__} is not known to work on each number for itself, so on shards it could differ from "
             f"one process; use one of {', '.join(c.__name__ for c in ELEMENTWISE)}"
         )
 
     class OnShards(optimizer_class):  # type: ignore[misc, valid-type]
-        def __init__(self, parameters: Iterable[Any], **options: Any) -> None:
+        def __init__(self, parameters: Iterable[Any], *positional: Any, **options: Any) -> None:
             self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
             groups = list(parameters)
             if groups and isinstance(groups[0], Mapping):
                 local = [{**g, "params": [self._local(p) for p in g["params"]]} for g in groups]
             else:
                 local = [{"params": [self._local(p) for p in groups]}]
-            super().__init__(local, **options)
+            super().__init__(local, *positional, **options)
 
         def _local(self, parameter: nn.Parameter) -> nn.Parameter:
             if not isinstance(parameter, Tensor):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint as recompute
 
 from fourfold.grid import Grid
 from fourfold.parallel.checkpoint_files import CheckpointFiles
+from fourfold.parallel.forward import Inside, wrap_block, wrap_model
 from fourfold.parallel.initialize import record_initialization, restore_buffers
 from fourfold.parallel.linear import Linear4D
-from fourfold.parallel.loss import CausalLMLoss
+from fourfold.parallel.loss import guard_loss
 from fourfold.parallel.materialise import initialise_shards, load_shards
 from fourfold.parallel.random import Dropout, seed_ranks
 from fourfold.parallel.report import Report, Row, describe
@@ -65,16 +64,12 @@ def parallelize(
     dropout = Dropout(grid) if _uses_dropout(model) and grid.x * grid.y > 1 else None
 
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
-    swapped = swap_modules(model, grid, assigned, dropout)
+    inside = Inside()
+    swapped = swap_modules(model, grid, assigned, dropout, inside)
     notes += swapped.notes
 
-    # 3. The loss of logits whose vocabulary is cut over x.
-    if hasattr(model, "loss_function"):
-        causal = "MaskedLM" not in type(model).__name__ and "Seq2Seq" not in str(
-            getattr(model, "loss_type", "")
-        )
-        shift = causal and not _is_encoder_decoder(model)
-        model.loss_function = CausalLMLoss(grid, swapped.vocab_size, shift=shift)  # type: ignore[assignment]
+    # 3. The loss of logits whose vocabulary is cut over x, and of a batch that is cut over z and data.
+    guard = guard_loss(model, grid, swapped.vocab_size)
     if getattr(getattr(model, "config", None), "use_cache", None):
         model.config.use_cache = False  # type: ignore[union-attr]
         notes.append("config.use_cache set to False: training keeps no key/value cache")
@@ -82,8 +77,8 @@ def parallelize(
     # 4. Recomputation of activations and the bounds of random numbers, block by block.
     blocks = find_blocks(model)
     for block in blocks:
-        _wrap_block(block, activation_checkpointing, dropout)
-    _settle_siblings_once(model)
+        wrap_block(block, inside, dropout, recomputed=activation_checkpointing == "full")
+    wrap_model(model, inside, swapped.groups, dropout, guard)
 
     # 5. Weights on z and data.
     shard_weights(model, grid, blocks, precision, embedding=swapped.embedding, head=swapped.head)
@@ -148,48 +143,19 @@ def _check_options(model: nn.Module, precision: str, activation_checkpointing: s
 
 
 def _uses_dropout(model: nn.Module) -> bool:
+    """A dropout module, or any module or config that holds a rate; a constant in a function's call is not seen."""
     if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
         return True
     config: Any = getattr(model, "config", None)
-    values = config.to_dict() if hasattr(config, "to_dict") else {}
-    return any("drop" in key and isinstance(v, float) and v > 0 for key, v in values.items())
-
-
-def _is_encoder_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
-def _wrap_block(block: nn.Module, activation_checkpointing: str, dropout: Dropout | None) -> None:
-    inner = block.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if dropout is None:
-            return inner(*args, **kwargs)
-        dropout.forget()
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            # A recomputed forward ends early, by an exception, and must not leave its state to the next step.
-            dropout.leave()
-
-    if activation_checkpointing == "full":
-        # Inside FSDP2's hooks: backward has gathered the block's weights before the second forward runs.
-        block.forward = functools.partial(recompute, forward, use_reentrant=False)
-    if dropout is not None:
-        block.register_forward_pre_hook(lambda *_: dropout.leave())
-        block.register_forward_hook(lambda *_: dropout.leave())
-
-
-def _settle_siblings_once(model: nn.Module) -> None:
-    """Behind the first forward it is known which linears read one input."""
-
-    def settle(model: nn.Module, *_: Any) -> None:
-        for module in model.modules():
-            if isinstance(module, Linear4D):
-                module.group.settle()
-        handle.remove()
-
-    handle = model.register_forward_hook(settle)
+    holders = [vars(m) for m in model.modules()]
+    if hasattr(config, "to_dict"):
+        whole = config.to_dict()
+        holders += [whole, *(part for part in whole.values() if isinstance(part, dict))]
+    return any(
+        "drop" in str(key) and isinstance(value, float) and value > 0
+        for holder in holders
+        for key, value in holder.items()
+    )
 
 
 def _some(names: set[str]) -> str:

@@ -38,10 +38,7 @@ from fourfold.parallel.anatomy import Anatomy, idle_towers, is_linear, is_norm, 
 from fourfold.parallel.families import FAMILIES, LATENT_ATTENTION, Family
 from fourfold.parallel.layout import chunk
 from fourfold.parallel.norm import Formula, epsilon_of, recognise
-
-
-class Refused(ValueError):
-    """This model cannot be trained exactly on this grid; the message says which module, why, and the way out."""
+from fourfold.parallel.refused import Refused
 
 
 @dataclass(frozen=True)
@@ -175,13 +172,23 @@ class _Assignment:
                 what = f"the {module.embedding_dim} features of {name}"
                 raise self._does_not_divide("y", what, module.embedding_dim)
             self._check_vocabulary(name, module.num_embeddings)
+            self._check_plain(name, module)
             return Role(name, "embedding_rowwise", why or "the model's input embedding")
         self._check_fit(name, module, word, _OF_EMBEDDINGS)
+        self._check_plain(name, module)
         if module.embedding_dim != self.anatomy.hidden:
             raise self._no_role(name, module, f"an embedding of {module.embedding_dim} features")
         return Role(
             name, "embedding_colwise", why or f"its {self.anatomy.hidden} features are the hidden ones"
         )
+
+    def _check_plain(self, name: str, module: nn.Embedding) -> None:
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                raise Refused(
+                    f"{name} has {option}={getattr(module, option)}, which looks at whole rows or at the whole batch, and "
+                    f"is not supported on y={self.grid.y}, x={self.grid.x}; turn it off, or use x=1 and y=1"
+                )
 
     def _linear(self, name: str, module: nn.Module) -> Role:
         word = self._word(name)

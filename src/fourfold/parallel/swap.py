@@ -11,13 +11,15 @@ from transformers.pytorch_utils import Conv1D
 from fourfold.grid import Axis, Grid
 from fourfold.parallel.anatomy import idle_towers, linear_shape
 from fourfold.parallel.embedding import Embedding4D
+from fourfold.parallel.forward import Inside
 from fourfold.parallel.layout import Layout
 from fourfold.parallel.linear import Linear4D, SiblingGroup
 from fourfold.parallel.localise import cut_output, forbid, show_local_heads, show_local_parameters
 from fourfold.parallel.norm import Norm4D
 from fourfold.parallel.random import Dropout
+from fourfold.parallel.refused import Refused
 from fourfold.parallel.report import describe
-from fourfold.parallel.roles import Refused, Role, family_of, matches
+from fourfold.parallel.roles import Role, family_of, matches
 
 
 @dataclass
@@ -29,16 +31,19 @@ class Swapped:
     embedding: nn.Module | None = None
     head: nn.Module | None = None
     vocab_size: int | None = None
+    groups: list[SiblingGroup] = field(default_factory=list)
 
 
-def swap_modules(model: nn.Module, grid: Grid, roles: list[Role], dropout: Dropout | None) -> Swapped:
+def swap_modules(
+    model: nn.Module, grid: Grid, roles: list[Role], dropout: Dropout | None, inside: Inside
+) -> Swapped:
     """Give every module of ``roles`` its form on the grid, in place."""
-    return _Swap(model, grid, dropout).run(roles)
+    return _Swap(model, grid, dropout, inside).run(roles)
 
 
 class _Swap:
-    def __init__(self, model: nn.Module, grid: Grid, dropout: Dropout | None) -> None:
-        self.model, self.grid, self.dropout = model, grid, dropout
+    def __init__(self, model: nn.Module, grid: Grid, dropout: Dropout | None, inside: Inside) -> None:
+        self.model, self.grid, self.dropout, self.inside = model, grid, dropout, inside
         self.family = family_of(model)
         self.out = Swapped()
         # A tied weight is one parameter in several modules and stays one.
@@ -63,6 +68,7 @@ class _Swap:
                 self.out.head = self._find(role.name)[0]
             if role.word == "embedding_rowwise" and not tied:
                 self.out.embedding = self._find(role.name)[0]
+        self.out.groups = list(self.siblings.values())
         self._heads(roles)
         for name, module in self.model.named_modules():
             if self.grid.y > 1 and any(matches(pattern, name) for pattern in self.family.cut_outputs):
@@ -86,7 +92,6 @@ class _Swap:
         if role.out_axis is not None and not replicated:
             weight_cuts[role.out_axis] = out_dim
             bias_cuts[role.out_axis] = 0
-        summed: Axis | None = "x" if replicated else None
         parameters: dict[str, nn.Parameter] = {}
         start = 0
         for i, width in enumerate(role.segments or (out_features,)):
@@ -95,7 +100,7 @@ class _Swap:
                 source = getattr(module, key, None)
                 if source is None:
                     continue
-                layout = Layout.whole(f"{role.name}.{key}", source, cuts, summed)
+                layout = Layout.whole(f"{role.name}.{key}", source, cuts)
                 layout = Layout.rows(layout, dim, start, width)
                 parameters[key + suffix] = self._parameter(role.name, key + suffix, source, layout)
             start += width
@@ -174,9 +179,9 @@ class _Swap:
                 cuts["y"] = source.ndim - 1
             summed[key] = "x" if role.word == "replicated_with_grad_allreduce" and self.grid.x > 1 else None
             name = f"{prefix}.{key}" if prefix else key
-            layout = Layout.whole(name, source, cuts, summed[key])
+            layout = Layout.whole(name, source, cuts)
             module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
-        show_local_parameters(module, summed, self.grid)
+        show_local_parameters(module, summed, self.grid, self.inside)
 
     def _heads(self, roles: list[Role]) -> None:
         """Attention modules learn how many heads are theirs."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fourfold.grid import Grid
+from fourfold.parallel.refused import Refused
 
 Precision = Literal["fp32", "bf16"]
 
@@ -30,6 +31,7 @@ def shard_weights(
     Master weights and the reduction of gradients are fp32 in either precision; in bf16 the gathered weights, and so
     the work, are bf16. ``embedding`` and ``head``, where they are not tied, are groups of their own.
     """
+    _check_tied(model, [*blocks, *(m for m in (embedding, head) if m is not None)])
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -50,9 +52,26 @@ def shard_weights(
             grid.collectives.take_over(module)
 
 
+def _check_tied(model: nn.Module, groups: Sequence[nn.Module]) -> None:
+    """FSDP2 keeps a weight tied only within one group: across two it would become two weights."""
+    group_of = {module: i for i, group in enumerate(groups) for module in group.modules()}
+    seen: dict[nn.Parameter, tuple[int, str]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            group = group_of.get(module, -1)
+            first = seen.setdefault(parameter, (group, f"{name}.{key}"))
+            if first[0] != group:
+                raise Refused(
+                    f"{name}.{key} is tied to {first[1]}, in another of the {len(groups)} blocks whose weights are gathered "
+                    "apart; untie them"
+                )
+
+
 @contextmanager
 def accumulating(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside add to the gradients and communicate nothing over z and data.
+    """Backward passes inside add to the gradients and send none of them over z and data.
 
     Run all micro-batches but the last inside, the last one outside: it sends the sum of all.
 

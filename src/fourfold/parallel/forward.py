@@ -1,0 +1,90 @@
+"""What begins and ends with a forward: of the model, and of a block, which may be recomputed in backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from fourfold.parallel.linear import SiblingGroup
+from fourfold.parallel.loss import LossGuard
+from fourfold.parallel.random import Dropout
+
+
+class Inside:
+    """Is a forward under way? Then stock modules read local tensors where their parameters are DTensors."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+
+def wrap_model(
+    model: nn.Module,
+    inside: Inside,
+    groups: Sequence[SiblingGroup],
+    dropout: Dropout | None,
+    guard: LossGuard | None,
+) -> None:
+    """Inside FSDP2's hooks, which handle the parameters as they are."""
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if guard is not None:
+            guard.expect()
+        try:
+            with inside.entered():
+                output = inner(*args, **kwargs)
+        finally:
+            if dropout is not None:
+                dropout.leave()
+            # Results that nobody asked for must not be taken for those of the next forward, or keep its graph alive.
+            for group in groups:
+                group.settle()
+        if guard is not None:
+            guard.check(output)
+        return output
+
+    model.forward = forward
+
+
+def wrap_block(block: nn.Module, inside: Inside, dropout: Dropout | None, *, recomputed: bool) -> None:
+    inner = block.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with inside.entered():
+            if dropout is None:
+                return inner(*args, **kwargs)
+            dropout.forget()
+            dropout.enter("y")  # hidden features are cut over y
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                # A recomputed forward ends early, by an exception, and must not leave its state to the next step.
+                dropout.leave()
+
+    if recomputed:
+        # Inside FSDP2's hooks: backward has gathered the block's weights before the second forward runs.
+        block.forward = functools.partial(recompute, forward, use_reentrant=False)
+    else:
+        block.forward = forward
+    if dropout is not None:
+        # The checkpoint restores the shared state, so a block has to begin in it.
+        block.register_forward_pre_hook(lambda *_: dropout.leave())
+        block.register_forward_hook(lambda *_: dropout.enter("y"))
