@@ -123,7 +123,7 @@ class _Assignment:
     def roles(self) -> list[Role]:
         self._check_words()
         if self.grid.x == self.grid.y == 1:
-            # Nothing is cut but the batch and the storage of weights: any model is exact as it is.
+            # Nothing is cut but the batch and the storage of weights: each module does what it did.
             return [
                 Role(name, "replicated", "x = y = 1")
                 for name, module in self.anatomy.modules.items()
@@ -132,7 +132,7 @@ class _Assignment:
         if self.family.refused:
             raise Refused(
                 f"{type(self.model).__name__}: {self.family.refused}; so not on y={self.grid.y}, x={self.grid.x}: use x=1 "
-                "and y=1 (z and data work with any model)"
+                "and y=1 (z and data alone need no roles)"
             )
         hidden = self.anatomy.hidden_size
         if hidden is not None and hidden % self.grid.y:
@@ -461,5 +461,5 @@ class _Assignment:
     def _missing_style(self, name: str, word: str) -> Refused:
         return Refused(
             f"{name}: plan style {word!r} is not supported on y={self.grid.y}, x={self.grid.x}; use x=1 and y=1 "
-            "(z and data work with any model)"
+            "(z and data alone need no roles)"
         )
