@@ -319,7 +319,7 @@ WRONG: dict[str, Wrong] = {
         (
             r"^model\.layers\.0\.mlp\.experts: plan style 'moe_tp_experts'",
             "y=2, x=4",
-            r"use x=1 and y=1 \(z and data work",
+            r"use x=1 and y=1 \(z and data alone",
         ),
         partial(request, mixtral, (2, 4, 1, 1)),
     ),
