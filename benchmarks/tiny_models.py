@@ -48,11 +48,6 @@ class Family:
     def folder(self) -> str:
         return self.name.partition(":")[0]
 
-    @property
-    def is_moe(self) -> bool:
-        """Whether its plan places experts; some of these are dense by default, as `gemma4` is."""
-        return any(style.startswith("moe_") for style in self.plan_styles)
-
 
 @functools.cache
 def families() -> list[Family]:

@@ -202,20 +202,14 @@ class Linear4D(nn.Module):
         self._dropout = dropout
         for key, parameter in parameters.items():
             self.register_parameter(key, parameter)
-        if "weight" not in parameters:
-            # Models look at `weight.dtype` and `.device`; the first segment answers for all.
-            self._segments = [k for k in parameters if k.startswith("weight_")]
-        else:
-            self._segments = ["weight"]
-        self._biases = [
-            k.replace("weight", "bias") for k in self._segments if k.replace("weight", "bias") in parameters
-        ]
+        self._weights = [key for key in parameters if key.startswith("weight")]
+        self._biases = [key for key in parameters if key.startswith("bias")]
         group.members.append(self)
 
     def local(self, kind: str) -> list[Tensor]:
         """This rank's blocks of the weights, or of the biases."""
         blocks = []
-        for key in self._segments if kind == "weight" else self._biases:
+        for key in self._weights if kind == "weight" else self._biases:
             block = cast(DTensor, getattr(self, key)).to_local()
             if self._kept_rows is not None:
                 # Each x rank uses, and has the gradient of, other rows of the same replicated weight.

@@ -143,7 +143,8 @@ class _Assignment:
         text = text_root(self.model) if idle else ""
         for name, module in self.anatomy.modules.items():
             tower = next((t for t in idle if name == t or name.startswith(f"{t}.")), None)
-            if tower is not None or ((idle and text.startswith(f"{name}.")) or (idle and not name)):
+            around_text = bool(idle) and (not name or text.startswith(f"{name}."))
+            if tower is not None or around_text:
                 if module._parameters:
                     roles.append(Role(name, "idle", f"{tower or name}: not part of the language model"))
             elif isinstance(module, nn.Embedding):
