@@ -5,6 +5,7 @@ Three AdamW steps with clipping of a small model of each kind, on every factoris
 the loss of each step, every gradient of each step (as clipped), every parameter after the third.
 
     python -m benchmarks.parity --ranks 8
+    python -m benchmarks.parity --ranks 8 --weights fsdp2   # or streamed
     python -m benchmarks.parity --ranks 8 --break norm      # plants a fault: has to fail
 """
 
@@ -16,12 +17,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import get_args
 
 from torch import nn
 
 from fourfold.grid import Grid, factorisations
 from fourfold.parallel import loss, norm
 from fourfold.parallel.linear import Linear4D
+from fourfold.parallel.weights import Weights
 from fourfold.ranks import RankPool
 from fourfold.selftest import (
     EPS,
@@ -59,8 +62,11 @@ def planted(fault: str, model: nn.Module) -> Iterator[None]:
         norm.sum_both, loss.count_labels = saved
 
 
-def run_rank(shape: tuple[int, int, int, int], kind: str, fault: str | None) -> Errors:
-    return train_on(Grid.create(shape, timeout_s=60), kind, partial(planted, fault) if fault else None)
+def run_rank(
+    shape: tuple[int, int, int, int], kind: str, fault: str | None, weights: Weights = "auto"
+) -> Errors:
+    change = partial(planted, fault) if fault else None
+    return train_on(Grid.create(shape, timeout_s=60), kind, change, weights=weights)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--ranks", type=int, default=8, choices=(2, 4, 8, 16))
     parser.add_argument("--models", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--weights", default="auto", choices=get_args(Weights))
     parser.add_argument("--quick", action="store_true", help="a few grids of 8 ranks instead of all")
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"
@@ -82,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"bars: loss {LOSS_BAR:g} relative, gradients {GRADIENT_BAR:g}, parameters {PARAMETER_BAR:g} of their maximum"
     )
     print(
-        f"{STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
+        f"weights {options.weights}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
     )
     print(f"{'model':10} {'(data, z, y, x)':16} {'loss':>9} {'gradient':>9} {'parameter':>9}")
     start_s = time.perf_counter()
@@ -90,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     with RankPool(options.ranks) as pool:
         for kind in options.models:
             for shape in grids:
-                arguments_of_rank = (shape, kind, options.fault)
+                arguments_of_rank = (shape, kind, options.fault, options.weights)
                 errors = Errors.worst(pool.run(run_rank, options.ranks, *arguments_of_rank, timeout_s=180))
                 good = errors.within_bars()
                 held, failed = held + good, failed + (not good)

@@ -3,7 +3,8 @@
 One training step of Llama and GPT-2 on five grids. The bytes sent per axis are compared with the formulas of the 4D
 algorithm, computed here from the model's sizes alone, and have to be equal to the byte. Statistics of norms, the
 scalars of the loss and gradients of replicated parameters are small and listed apart. Each block makes two forward and
-two backward all-reduces of activations on each tensor axis that is larger than one.
+two backward all-reduces of activations on each tensor axis that is larger than one. Weights are kept both ways, by
+FSDP2 and streamed, which differ in what they gather twice.
 
     python -m benchmarks.traffic
 """
@@ -11,6 +12,7 @@ two backward all-reduces of activations on each tensor axis that is larger than 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from fourfold.grid import Grid
 from fourfold.parallel.collectives import Entry
+from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import parallelize
+from fourfold.parallel.weights import Weights
 from fourfold.ranks import RankPool
 
 GRIDS = ((1, 1, 1, 8), (1, 1, 4, 2), (1, 2, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))
@@ -70,7 +74,9 @@ def _blocks(kind: str) -> list[list[Linear]]:
     ]
 
 
-def expected(kind: str, shape: tuple[int, int, int, int]) -> dict[tuple[str, str], Fraction]:
+def expected(
+    kind: str, shape: tuple[int, int, int, int], weights: Weights
+) -> dict[tuple[str, str], Fraction]:
     """Bytes that each rank sends in one step, by axis and purpose, from the formulas alone."""
     size = dict(zip(("data", "z", "y", "x"), shape, strict=True))
     tokens = BATCH * SEQUENCE // (size["data"] * size["z"])  # m / Gz
@@ -95,36 +101,42 @@ def expected(kind: str, shape: tuple[int, int, int, int]) -> dict[tuple[str, str
     # The lookup in a vocabulary that is cut over x: one all-reduce forward, none backward.
     all_reduce("x", Fraction(tokens * H, size["y"]), "activation")
 
-    block = Fraction(sum(linear.k * linear.n for g in _blocks(kind) for linear in g), size["y"] * size["x"])
+    matrices = Fraction(
+        sum(linear.k * linear.n for g in _blocks(kind) for linear in g), size["y"] * size["x"]
+    )
     norm = Fraction(H, size["y"])
+    table = Fraction(VOCABULARY * H, size["x"] * size["y"])
     if kind == "llama":
-        block += 2 * norm
-        table = Fraction(VOCABULARY * H, size["x"] * size["y"])
-        for elements, times in ((block, 2), (table, 1), (table, 1), (norm, 1)):
-            repeat = LAYERS if elements is block else 1
-            gather(elements * repeat, times)
-            gradient(elements * repeat)
+        block_vectors, outside_vectors = 2 * norm, norm
+        tables = {"embedding": table, "head": table}
     else:
-        inner = HEADS * HEAD_DIM
-        biases = Fraction(3 * inner + FFN, size["x"]) + Fraction(2 * H, size["y"])
-        block += 4 * norm + biases
-        outside = (
-            Fraction(VOCABULARY * H, size["x"] * size["y"]) + Fraction(POSITIONS * H, size["y"]) + 2 * norm
-        )
-        for elements, times in (
-            (block * LAYERS, 2),
-            (outside, 1),
-        ):  # tied embedding, positions, last norm: kept
-            gather(elements, times)
-            gradient(elements)
+        biases = Fraction(3 * HEADS * HEAD_DIM + FFN, size["x"]) + Fraction(2 * H, size["y"])
+        block_vectors, outside_vectors = 4 * norm + biases, 2 * norm
+        tables = {"tied": table, "positions": Fraction(POSITIONS * H, size["y"])}
+    # A lookup's gradient does not read its table, and the head is the first that backward needs: they come once.
+    vectors = LAYERS * block_vectors + outside_vectors
+    if weights == "fsdp2":  # block by block, all of its parameters
+        gather(LAYERS * (matrices + block_vectors), 2)
+        gather(outside_vectors + sum(tables.values()), 1)
+    else:  # matrix by matrix; vectors come together, once
+        last = _blocks(kind)[-1][0]  # still there when backward begins: it is within the prefetch
+        gather(LAYERS * matrices, 2)
+        gather(Fraction(-last.k * last.n, size["y"] * size["x"]), 1)
+        gather(vectors + sum(tables.values()), 1)
+        if kind == "gpt2":
+            gather(table, 1)  # once for the lookup, once for the head
+    gradient(LAYERS * matrices + vectors + sum(tables.values()))
     return {key: value for key, value in sent.items() if value}
 
 
-def count_rank(kind: str, shape: tuple[int, int, int, int]) -> tuple[list[Entry], list[Entry]]:
-    """The accounts of forward and backward on this rank, after a first step that settles who are siblings."""
+def count_rank(
+    kind: str, shape: tuple[int, int, int, int], weights: Weights
+) -> tuple[list[Entry], list[Entry]]:
+    """The accounts of forward and backward on this rank, after a first step that settles the order of things."""
     model = build(kind)
     grid = Grid.create(shape, timeout_s=60)
-    parallelize(model, grid)
+    # So small a bundle that only vectors are in it; each output in one piece, so that calls can be counted.
+    parallelize(model, grid, weights=weights, overlap=Overlap(bundle_bytes=1024, forward_chunks=1))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
     ids = ids[grid.local_rows(BATCH)]
@@ -137,7 +149,11 @@ def count_rank(kind: str, shape: tuple[int, int, int, int]) -> tuple[list[Entry]
 
 
 def check(
-    kind: str, shape: tuple[int, int, int, int], forward: list[Entry], backward: list[Entry]
+    kind: str,
+    shape: tuple[int, int, int, int],
+    weights: Weights,
+    forward: list[Entry],
+    backward: list[Entry],
 ) -> list[str]:
     """What is not as the formulas say; empty if all is."""
     wrong = []
@@ -147,7 +163,7 @@ def check(
         if entry.purpose not in APART:
             factor = Fraction((2 if entry.kind == "all_reduce" else 1) * (entry.ranks - 1), entry.ranks)
             measured[entry.axis, entry.purpose] += factor * entry.payload_bytes
-    formula = expected(kind, shape)
+    formula = expected(kind, shape, weights)
     for key in sorted(set(measured) | set(formula)):
         if measured[key] != formula.get(key, 0):
             wrong.append(
@@ -171,26 +187,25 @@ def main(arguments: list[str] | None = None) -> int:
     ).parse_args(arguments)
     equal = total = 0
     with RankPool(8) as pool:
-        for kind in ("llama", "gpt2"):
-            for shape in GRIDS:
-                accounts = pool.run(count_rank, 8, kind, shape)
-                wrong = [w for forward, backward in accounts for w in check(kind, shape, forward, backward)]
-                total += 1
-                equal += not wrong
-                print(
-                    f"{kind} on (data, z, y, x) = {shape}: {'as the formulas say' if not wrong else 'NOT as the formulas say'}"
-                )
-                for way, entry in [
-                    (w, e) for w, part in zip(("forward", "backward"), accounts[0], strict=True) for e in part
-                ]:
+        for kind, weights, shape in itertools.product(("llama", "gpt2"), ("fsdp2", "streamed"), GRIDS):
+            accounts = pool.run(count_rank, 8, kind, shape, weights)
+            wrong = [w for account in accounts for w in check(kind, shape, weights, *account)]
+            total += 1
+            equal += not wrong
+            verdict = "NOT as the formulas say" if wrong else "as the formulas say"
+            print(f"{kind} on (data, z, y, x) = {shape}, weights {weights}: {verdict}")
+            for way, part in zip(("forward", "backward"), accounts[0], strict=True):
+                for entry in part:
                     apart = "  (apart)" if entry.purpose in APART else ""
                     print(
                         f"    {way:8} {entry.axis:4} {entry.kind:14} {entry.purpose:10} {entry.calls:3} calls "
                         f"{entry.bytes_sent:10.0f} bytes sent{apart}"
                     )
-                for line in dict.fromkeys(wrong):
-                    print(f"    WRONG {line}")
-    print(f"traffic: {equal}/{total} model and grid pairs send exactly the bytes of the formulas")
+            for line in dict.fromkeys(wrong):
+                print(f"    WRONG {line}")
+    print(
+        f"traffic: {equal}/{total} combinations of model, weights and grid send exactly the bytes of the formulas"
+    )
     return 0 if equal == total else 1
 
 

@@ -47,15 +47,16 @@ def test_a_family_is_exact_or_refused(pool, name, status):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
 @pytest.mark.parametrize("shape", traffic.GRIDS)
-def test_each_rank_sends_the_bytes_of_the_formulas(pool, kind, shape):
-    for forward, backward in pool.run(traffic.count_rank, 8, kind, shape):
-        assert traffic.check(kind, shape, forward, backward) == []
+def test_each_rank_sends_the_bytes_of_the_formulas(pool, kind, shape, weights):
+    for forward, backward in pool.run(traffic.count_rank, 8, kind, shape, weights):
+        assert traffic.check(kind, shape, weights, forward, backward) == []
 
 
 def test_bytes_that_are_not_in_the_formulas_are_noticed(pool):
-    forward, backward = pool.run(traffic.count_rank, 8, "llama", (1, 2, 2, 2))[0]
-    assert traffic.check("llama", (1, 2, 2, 2), forward, backward[1:]) != []
+    forward, backward = pool.run(traffic.count_rank, 8, "llama", (1, 2, 2, 2), "fsdp2")[0]
+    assert traffic.check("llama", (1, 2, 2, 2), "fsdp2", forward, backward[1:]) != []
 
 
 @pytest.mark.limit(300)

@@ -84,13 +84,13 @@ class Tied(nn.Module):
 
 def tie_across_blocks() -> str:
     try:
-        ff.parallelize(Tied(), Grid.create(SHAPE))
+        ff.parallelize(Tied(), Grid.create(SHAPE), weights="fsdp2")
     except ff.Refused as error:
         return str(error)
     return ""
 
 
-def test_a_weight_that_two_blocks_share_is_refused(pool: RankPool) -> None:
+def test_a_weight_that_two_blocks_share_is_refused_by_fsdp2(pool: RankPool) -> None:
     for answer in pool.run(tie_across_blocks, 2):
         assert "blocks.1.weight is tied to blocks.0.weight" in answer
         assert "untie" in answer

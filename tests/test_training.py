@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold import Grid, RankPool
+from fourfold.parallel.weights import local_weight
 from tests.models import (
     assert_shards_close,
     batch,
@@ -51,8 +52,8 @@ def bf16_step(shape: Shape, kind: str, watched: str) -> dict[str, Any]:
     seen: dict[str, torch.dtype] = {}
 
     def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        weights = [p for n, p in module.named_parameters() if n.startswith("weight")]
-        seen.update(weight=weights[0].dtype, input=args[0].dtype, output=output.dtype)
+        first = next(n for n, _ in module.named_parameters() if n.startswith("weight"))
+        seen.update(weight=local_weight(module, first).dtype, input=args[0].dtype, output=output.dtype)
 
     model.get_submodule(watched).register_forward_hook(look)
     optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-3, foreach=True)

@@ -4,9 +4,11 @@ from fourfold.grid import Grid, factorisations
 from fourfold.parallel.clip import clip_grad_norm_
 from fourfold.parallel.loss import count_labels, cross_entropy, full_logits
 from fourfold.parallel.optimizer import on_shards
+from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.refused import Refused
 from fourfold.parallel.report import Report
+from fourfold.parallel.step_report import StepReport, measure_step
 from fourfold.parallel.weights import accumulating
 from fourfold.ranks import RankPool
 
@@ -14,15 +16,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Grid",
+    "Overlap",
     "RankPool",
     "Refused",
     "Report",
+    "StepReport",
     "accumulating",
     "clip_grad_norm_",
     "count_labels",
     "cross_entropy",
     "factorisations",
     "full_logits",
+    "measure_step",
     "on_shards",
     "parallelize",
 ]

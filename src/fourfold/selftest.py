@@ -43,13 +43,17 @@ from transformers import (
 from fourfold.grid import AXES, Grid, factorisations
 from fourfold.parallel.clip import clip_grad_norm_
 from fourfold.parallel.optimizer import on_shards
+from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import parallelize
+from fourfold.parallel.weights import Weights
 
 LOSS_BAR = 1e-5  # relative
 GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
 PARAMETER_BAR = 1e-4  # of the parameter's own largest entry
 STEPS = 3
 LEARNING_RATE = 1e-3
+# So small a bundle that the matrices of these small models have collectives of their own.
+OVERLAP = Overlap(bundle_bytes=1024)
 MAX_NORM = 0.5  # below the norms that occur, so that clipping acts in each step
 # AdamW divides by sqrt(v) + eps. With its usual 1e-8, entries whose true gradient is zero get a full update in the
 # direction of their rounding noise; with this eps an update is decided by the gradient.
@@ -177,13 +181,17 @@ def _relative(ours: Tensor, part: Tensor, whole: Tensor) -> float:
 
 
 def train_on(
-    grid: Grid, kind: str, change: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+    grid: Grid,
+    kind: str,
+    change: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
+    *,
+    weights: Weights = "auto",
 ) -> Errors:
     """Train on the grid; the errors of what this rank holds. ``change`` may plant a fault, to see it found."""
     sequences = grid.data * grid.z * grid.y * grid.x
     right = reference(kind, sequences, grid.device)
     model = build(kind)
-    report = parallelize(model, grid)
+    report = parallelize(model, grid, weights=weights, overlap=OVERLAP)
     optimizer = on_shards(torch.optim.AdamW)(model.parameters(), lr=LEARNING_RATE, eps=EPS, foreach=True)
     parameters = {n: (p, report.layouts[n]) for n, p in model.named_parameters()}
     loss_error, parameter_error = 0.0, 0.0

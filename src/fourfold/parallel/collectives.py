@@ -1,4 +1,4 @@
-"""Every collective there is: asynchronous, by axis name, counted.
+"""Every collective there is: asynchronous, by axis name, counted and timed.
 
 The package calls `torch.distributed` here and nowhere else, so that the account of calls and bytes is complete.
 Sizes are those of a ring, which is what every large-message algorithm sends per rank:
@@ -10,9 +10,10 @@ Sizes are those of a ring, which is what every large-message algorithm sends per
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -25,10 +26,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from fourfold.grid import Axis
+from fourfold.parallel.clock import busy_s, clock_of
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 # What a collective is for. Activations and weights are the algorithm's traffic; the rest is small and listed apart.
 Purpose = Literal["activation", "weight", "gradient", "norm", "loss", "clip", "replica", "logits", "check"]
+_Key = tuple[Axis, Kind, Purpose]
+_UNREAD = 4096  # waits on CUDA whose times are kept unread at most
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Entry:
     ranks: int
     calls: int = 0
     payload_bytes: int = 0
+    # Seconds for which this rank's work stood still for it.
+    exposed_s: float = field(default=0.0, compare=False)
 
     @property
     def bytes_sent(self) -> float:
@@ -48,23 +54,63 @@ class Entry:
         passes = 2 if self.kind == "all_reduce" else 1
         return passes * (self.ranks - 1) * self.payload_bytes / self.ranks
 
+    def __add__(self, more: Entry) -> Entry:
+        return replace(
+            self,
+            calls=self.calls + more.calls,
+            payload_bytes=self.payload_bytes + more.payload_bytes,
+            exposed_s=self.exposed_s + more.exposed_s,
+        )
+
+
+@dataclass
+class Flight:
+    """One collective, from its start to its end, and the waits for it; made for a timeline alone."""
+
+    axis: Axis
+    kind: Kind
+    purpose: Purpose
+    module: str
+    payload_bytes: int
+    issued_ns: int
+    # When it was complete. On CUDA the host does not learn that: the profiler shows the kernel.
+    done_ns: int | None = None
+    waits_ns: list[tuple[int, int]] = field(default_factory=list)
+
 
 class Pending:
     """A collective in flight. The tensors it works on are kept alive here until it was waited for."""
 
-    def __init__(self, work: dist.Work | None, *tensors: Tensor) -> None:
+    def __init__(
+        self,
+        work: dist.Work | None = None,
+        *tensors: Tensor,
+        waited: Callable[[dist.Work], None] | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
         self._work = work
         self._tensors: tuple[Tensor, ...] | None = tensors
+        self._waited, self._finish = waited, finish
 
     def wait(self) -> None:
-        if self._work is not None:
-            # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
+        """From here on the result can be used."""
+        if self._work is None:
+            return
+        # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
+        if self._waited is None:
             self._work.wait()
-        self._work = None
-        self._tensors = None
+        else:
+            self._waited(self._work)
+        if self._finish is not None:
+            self._finish()
+        self._work = self._tensors = self._waited = self._finish = None
+
+    def is_done(self) -> bool:
+        """Would waiting take no time?"""
+        return self._work is None or self._work.is_completed()
 
 
-_DONE = Pending(None)
+_DONE = Pending()
 
 
 class Collectives:
@@ -72,19 +118,31 @@ class Collectives:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._account: dict[tuple[Axis, Kind, Purpose], Entry] = {}
+        self._sizes = dict(zip(cast(tuple[str, ...], mesh.mesh_dim_names), mesh.shape, strict=True))
+        self._groups = {axis: mesh.get_group(axis) for axis, size in self._sizes.items() if size > 1}
+        self._account: dict[_Key, Entry] = {}
+        self._clock = clock_of(mesh.device_type)
+        self._unread: list[tuple[_Key, Any, Any]] = []
+        self._flights: list[Flight] | None = None
+        self._busy_in_waits_s: float | None = None
+        self._on_gloo = any(dist.get_backend(group) == "gloo" for group in self._groups.values())
 
     def size(self, axis: Axis) -> int:
-        return self._mesh.size(cast(tuple[str, ...], self._mesh.mesh_dim_names).index(axis))
+        return self._sizes[axis]
 
     # -- the account ----------------------------------------------------------------------------------------------
 
     def account(self) -> list[Entry]:
-        """Calls and bytes since the last reset, by axis, kind and purpose."""
+        """Calls, bytes and exposed seconds since the last reset, by axis, kind and purpose.
+
+        On CUDA this waits until the device has done what was waited for.
+        """
+        self._read_times()
         return [self._account[key] for key in sorted(self._account)]
 
     def reset(self) -> None:
         self._account.clear()
+        self._unread.clear()
 
     @contextmanager
     def counting(self) -> Iterator[list[Entry]]:
@@ -96,6 +154,7 @@ class Collectives:
             >>> sum(entry.bytes_sent for entry in entries)  # one rank sends nothing
             0
         """
+        self._read_times()
         outer, self._account = self._account, {}
         entries: list[Entry] = []
         try:
@@ -106,17 +165,88 @@ class Collectives:
             for entry in inner.values():
                 self._add(entry)
 
+    @contextmanager
+    def computing(self) -> Iterator[list[float]]:
+        """Seconds for which this thread computed inside, by the kernel's account of it; what it did in waits is left out."""
+        seconds: list[float] = []
+        self._busy_in_waits_s = 0.0
+        start_s = busy_s()
+        try:
+            yield seconds
+        finally:
+            seconds.append(busy_s() - start_s - self._busy_in_waits_s)
+            self._busy_in_waits_s = None
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Flight]]:
+        """Every collective that starts inside, one by one."""
+        before, self._flights = self._flights, []
+        try:
+            yield self._flights
+        finally:
+            self._flights = before
+
     def _add(self, more: Entry) -> None:
         key = (more.axis, more.kind, more.purpose)
         had = self._account.get(key)
-        if had is not None:
-            more = Entry(*key, more.ranks, had.calls + more.calls, had.payload_bytes + more.payload_bytes)
-        self._account[key] = more
+        self._account[key] = more if had is None else had + more
 
-    def _count(self, axis: Axis, kind: Kind, purpose: Purpose, payload: Tensor) -> None:
-        self._add(Entry(axis, kind, purpose, self.size(axis), 1, payload.numel() * payload.element_size()))
+    def _read_times(self) -> None:
+        for key, start, end in self._unread:
+            self._add_exposed(key, self._clock.elapsed_s(start, end))
+        self._unread.clear()
+
+    def _add_exposed(self, key: _Key, seconds: float) -> None:
+        self._add(Entry(*key, self.size(key[0]), exposed_s=seconds))
+
+    def _start(self, axis: Axis, kind: Kind, purpose: Purpose, payload: Tensor, module: str) -> Flight | None:
+        """Put a collective on the account; a flight, if somebody records."""
+        payload_bytes = payload.numel() * payload.element_size()
+        self._add(Entry(axis, kind, purpose, self.size(axis), 1, payload_bytes))
+        if self._flights is None:
+            return None
+        flight = Flight(axis, kind, purpose, module, payload_bytes, time.time_ns())
+        self._flights.append(flight)
+        return flight
+
+    def _pending(
+        self,
+        work: dist.Work,
+        key: _Key,
+        flight: Flight | None,
+        *tensors: Tensor,
+        finish: Callable[[], None] | None = None,
+    ) -> Pending:
+        """``work`` in flight, with a wait that is timed."""
+        if flight is not None and self._clock.immediate:
+
+            def landed(_: Any) -> None:
+                flight.done_ns = time.time_ns()
+
+            work.get_future().add_done_callback(landed)
+
+        def wait(work: dist.Work) -> None:
+            start_ns = time.time_ns()
+            busy_before_s = busy_s() if self._busy_in_waits_s is not None else 0.0
+            start = self._clock.mark()
+            work.wait()
+            end = self._clock.mark()
+            if self._busy_in_waits_s is not None:
+                self._busy_in_waits_s += busy_s() - busy_before_s
+            if self._clock.immediate:
+                self._add_exposed(key, self._clock.elapsed_s(start, end))
+            else:
+                self._unread.append((key, start, end))
+                if len(self._unread) > _UNREAD:
+                    self._read_times()
+            if flight is not None:
+                flight.waits_ns.append((start_ns, time.time_ns()))
+
+        return Pending(work, *tensors, waited=wait, finish=finish)
 
     # -- the collectives: in place or into a given tensor, in flight until `wait` ----------------------------------
+    #
+    # ``module`` is whose work it is, for timelines and for the report of a hang.
 
     def all_reduce(
         self,
@@ -124,33 +254,50 @@ class Collectives:
         axis: Axis | None,
         purpose: Purpose,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        *,
+        module: str = "",
     ) -> Pending:
         """Reduce ``tensor`` in place over an axis; nothing happens on no axis or one of a single rank."""
         if axis is None or self.size(axis) == 1:
             return _DONE
-        self._count(axis, "all_reduce", purpose, tensor)
-        return Pending(dist.all_reduce(tensor, op, self._mesh.get_group(axis), async_op=True), tensor)
+        flight = self._start(axis, "all_reduce", purpose, tensor, module)
+        work = dist.all_reduce(tensor, op, self._groups[axis], async_op=True)
+        return self._pending(cast(dist.Work, work), (axis, "all_reduce", purpose), flight, tensor)
 
-    def all_gather(self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose) -> Pending:
+    def all_gather(
+        self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose, *, module: str = ""
+    ) -> Pending:
+        """The ranks' tensors side by side along their first dim."""
         if self.size(axis) == 1:
             output.view(-1).copy_(tensor.view(-1))
             return _DONE
-        self._count(axis, "all_gather", purpose, output)
-        group = self._mesh.get_group(axis)
+        flight = self._start(axis, "all_gather", purpose, output, module)
         # Flat, because Gloo wants the output to be the inputs side by side along their first dim.
-        work = dist.all_gather_single(output.view(-1), tensor.view(-1), group, async_op=True)
-        return Pending(work, output, tensor)
+        work = dist.all_gather_single(output.view(-1), tensor.view(-1), self._groups[axis], async_op=True)
+        return self._pending(work, (axis, "all_gather", purpose), flight, output, tensor)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose) -> Pending:
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose, *, module: str = ""
+    ) -> Pending:
+        """This rank's part of the sum of the ranks' tensors, cut along their first dim."""
         if self.size(axis) == 1:
             output.view(-1).copy_(tensor.view(-1))
             return _DONE
-        self._count(axis, "reduce_scatter", purpose, tensor)
-        group = self._mesh.get_group(axis)
-        work = dist.reduce_scatter_single(
-            output.view(-1), tensor.view(-1), dist.ReduceOp.SUM, group, async_op=True
-        )
-        return Pending(work, output, tensor)
+        flight = self._start(axis, "reduce_scatter", purpose, tensor, module)
+        key: _Key = (axis, "reduce_scatter", purpose)
+        whole, group = tensor.view(-1), self._groups[axis]
+        if not self._on_gloo:
+            work = dist.reduce_scatter_single(output.view(-1), whole, dist.ReduceOp.SUM, group, async_op=True)
+            return self._pending(work, key, flight, output, tensor)
+        # Gloo's own reduce-scatter is an all-reduce of a copy and sends twice what is needed. Each rank can as well
+        # get the parts that are its own and add them up, in the order of the ranks.
+        parts = torch.empty_like(whole)
+        work = cast(dist.Work, dist.all_to_all_single(parts, whole, group=group, async_op=True))
+
+        def add_up() -> None:
+            torch.sum(parts.view(self.size(axis), -1), dim=0, out=output.view(-1))
+
+        return self._pending(work, key, flight, output, tensor, parts, finish=add_up)
 
     # -- FSDP2's collectives, led through the same account ----------------------------------------------------------
 
@@ -158,7 +305,8 @@ class Collectives:
         """Let the collectives of a `fully_shard`ed module be counted here.
 
         Gradients are summed, not averaged: the loss is divided by the tokens of the global batch already. The data
-        axis is reduced in FSDP2's hook behind the reduce-scatter, which is its documented place for that.
+        axis is reduced in FSDP2's hook behind the reduce-scatter, which is its documented place for that. On CUDA the
+        waits are FSDP2's own, between its streams: their seconds are not in the account.
         """
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -168,11 +316,15 @@ class Collectives:
             module.set_all_reduce_hook(self._reduce_over_data)
 
     def _reduce_over_data(self, gradient: Tensor) -> None:
-        self.all_reduce(gradient, "data", "gradient").wait()
-        if gradient.is_cuda:
-            # Allocated in FSDP2's reduce-scatter stream, used in its all-reduce stream, where this hook runs. FSDP2 keeps
-            # such a buffer from being reused too early for its own all-reduce alone; here this does.
-            gradient.record_stream(torch.cuda.current_stream())
+        if not gradient.is_cuda:
+            self.all_reduce(gradient, "data", "gradient").wait()
+            return
+        # This hook runs in FSDP2's all-reduce stream: a wait there holds up no computation and is not timed.
+        self._start("data", "all_reduce", "gradient", gradient, "")
+        dist.all_reduce(gradient, group=self._groups["data"])
+        # Allocated in FSDP2's reduce-scatter stream, used in its all-reduce stream. FSDP2 keeps such a buffer from being
+        # reused too early for its own all-reduce alone; here this does.
+        gradient.record_stream(torch.cuda.current_stream())
 
 
 class _Allocate:
@@ -187,7 +339,11 @@ class _CountedAllGather(_Allocate, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._collectives._count("z", "all_gather", "weight", output_tensor)
+        ours = self._collectives
+        if not output_tensor.is_cuda and not async_op and ours.size("z") > 1:
+            ours.all_gather(output_tensor, input_tensor, "z", "weight").wait()
+            return None
+        ours._start("z", "all_gather", "weight", output_tensor, "")
         work = dist.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
         return cast(dist.Work | None, work)
 
@@ -204,7 +360,12 @@ class _CountedReduceScatter(_Allocate, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._collectives._count("z", "reduce_scatter", "gradient", input_tensor)
+        ours = self._collectives
+        if not output_tensor.is_cuda and not async_op and ours.size("z") > 1:
+            assert op == dist.ReduceOp.SUM, op
+            ours.reduce_scatter(output_tensor, input_tensor, "z", "gradient").wait()
+            return None
+        ours._start("z", "reduce_scatter", "gradient", input_tensor, "")
         work = dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
         return cast(dist.Work | None, work)
 

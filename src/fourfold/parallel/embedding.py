@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Grid
 from fourfold.parallel.collectives import sum_forward
 from fourfold.parallel.layout import chunk
 from fourfold.parallel.random import Dropout
+from fourfold.parallel.weights import local_weight
 
 
 class Embedding4D(nn.Module):
@@ -21,6 +19,9 @@ class Embedding4D(nn.Module):
     over x: exact, because all but one of the terms are zero. A vocabulary that does not divide leaves the last ranks
     with fewer rows; a state dict shows the vocabulary as it is.
     """
+
+    # A lookup's gradient does not read the weight.
+    is_lookup = True
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Embedding4D(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         check_range(input_ids, self.num_embeddings, f"an input id of {self.name}")
-        weight = cast(DTensor, self.weight).to_local()
+        weight = local_weight(self, "weight")
         local = input_ids - self._rows.start
         here = (local >= 0) & (local < weight.shape[0])
         out = nn.functional.embedding(torch.where(here, local, 0), weight)

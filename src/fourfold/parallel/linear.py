@@ -4,7 +4,7 @@ O = I W^T, with I: tokens x in, W: out x in. The input's features are cut over `
 ``out_axis``; the tokens are cut over data and z.
 
     forward    O = I W^T on this rank's block          a part of a sum over in_axis
-               all-reduce O over in_axis
+               all-reduce O over in_axis, a chunk of the tokens in flight while the next is multiplied
     backward   dI = dO W                               a part of a sum over out_axis
                all-reduce dI over out_axis, in flight while
                dW = dO^T I                             whole: no rank but this one holds the block
@@ -14,21 +14,22 @@ activation ever changes its layout. A layer with an axis of None has that side w
 data are the business of `weights.py`: here the block is complete.
 
 Siblings, the linears that read one input (q, k, v; gate, up), are computed together at the first call of one of them
-and cost one all-reduce in each direction.
+and cost one all-reduce in each direction, or as many as there are chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Axis, Grid
-from fourfold.parallel.collectives import sum_backward
+from fourfold.parallel.collectives import Pending, sum_backward
+from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout
+from fourfold.parallel.weights import local_weight
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -52,10 +53,17 @@ class _LinearFunction(torch.autograd.Function):
         outputs = [
             part.view(tokens.shape[0], -1) for part in flat.split([tokens.shape[0] * w for w in widths])
         ]
-        for weight, (output, column) in zip(weights, columns, strict=True):
-            out_by_in = weight.t() if transposed else weight
-            torch.mm(tokens, out_by_in.t(), out=outputs[output].narrow(1, column, out_by_in.shape[0]))
-        group.grid.collectives.all_reduce(flat, group.in_axis, "activation").wait()
+        pending = []
+        for piece, rows_of_output in group.chunks(flat, outputs):
+            for weight, (output, column) in zip(weights, columns, strict=True):
+                rows = rows_of_output.get(output)
+                if rows is not None:
+                    out_by_in = weight.t() if transposed else weight
+                    out = outputs[output][rows].narrow(1, column, out_by_in.shape[0])
+                    torch.mm(tokens[rows], out_by_in.t(), out=out)
+            pending.append(group.all_reduce(piece, group.in_axis))
+        for chunk in pending:
+            chunk.wait()
         # `.data`: the outputs share storage but are independent tensors, so that a model may change one in place.
         return tuple(o.view(*input.shape[:-1], o.shape[-1]).data for o in outputs)
 
@@ -82,7 +90,9 @@ class _LinearFunction(torch.autograd.Function):
                 else:
                     input_gradient.addmm_(gradient, out_by_in)
             assert input_gradient is not None
-            pending = group.grid.collectives.all_reduce(input_gradient, group.out_axis, "activation")
+            pending = group.all_reduce(input_gradient, group.out_axis)
+            if not group.overlap.backward:
+                pending.wait()
 
         weight_gradients: list[Tensor | None] = [None] * len(weights)
         for i, _, gradient in used:
@@ -102,8 +112,8 @@ class SiblingGroup:
     another input, in the first forward, leaves the group: the result was right before, and is cheaper after.
     """
 
-    def __init__(self, grid: Grid, in_axis: Axis | None, out_axis: Axis | None) -> None:
-        self.grid, self.in_axis, self.out_axis = grid, in_axis, out_axis
+    def __init__(self, grid: Grid, in_axis: Axis | None, out_axis: Axis | None, overlap: Overlap) -> None:
+        self.grid, self.in_axis, self.out_axis, self.overlap = grid, in_axis, out_axis, overlap
         self.members: list[Linear4D] = []
         self._input: Tensor | None = None
         self._version = -1
@@ -130,6 +140,23 @@ class SiblingGroup:
         output = self._ready.pop(id(member))
         return output
 
+    def all_reduce(self, tensor: Tensor, axis: Axis | None) -> Pending:
+        names = "+".join(m.name if i == 0 else m.name.rpartition(".")[2] for i, m in enumerate(self.members))
+        return self.grid.collectives.all_reduce(tensor, axis, "activation", module=names)
+
+    def chunks(self, flat: Tensor, outputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, dict[int, slice]]]:
+        """Pieces of ``flat``, the memory of all outputs, and the rows of which output each of them is."""
+        count = self.overlap.chunks_of(flat) if self.grid.size(self.in_axis) > 1 else 1
+        if count == 1:
+            yield flat, {i: slice(None) for i in range(len(outputs))}
+            return
+        for i, output in enumerate(outputs):
+            share = max(1, round(count * output.numel() / flat.numel()))
+            rows = -(-output.shape[0] // share)
+            for start in range(0, output.shape[0], rows):
+                part = slice(start, start + rows)
+                yield output[part], {i: part}
+
     def settle(self) -> None:
         """A forward is over. After the first, who was never asked for leaves; after any, nothing is kept."""
         if not torch.is_inference_mode_enabled():
@@ -151,7 +178,7 @@ class SiblingGroup:
     def _leave(self, member: Linear4D) -> None:
         self.members.remove(member)
         self._ready.pop(id(member), None)
-        alone = SiblingGroup(self.grid, self.in_axis, self.out_axis)
+        alone = SiblingGroup(self.grid, self.in_axis, self.out_axis, self.overlap)
         alone.members, alone._settled = [member], True
         member.group = alone
 
@@ -210,7 +237,7 @@ class Linear4D(nn.Module):
         """This rank's blocks of the weights, or of the biases."""
         blocks = []
         for key in self._weights if kind == "weight" else self._biases:
-            block = cast(DTensor, getattr(self, key)).to_local()
+            block = local_weight(self, key)
             if self._kept_rows is not None:
                 # Each x rank uses, and has the gradient of, other rows of the same replicated weight.
                 block = sum_backward(block, self.group.grid.collectives, "x", "replica")

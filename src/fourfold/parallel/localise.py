@@ -15,6 +15,7 @@ from fourfold.parallel.collectives import sum_backward
 from fourfold.parallel.families import Family
 from fourfold.parallel.forward import Inside
 from fourfold.parallel.refused import Refused
+from fourfold.parallel.weights import local_weight
 
 
 def show_local_parameters(
@@ -34,7 +35,7 @@ def show_local_parameters(
             # Outside forward (FSDP2, the optimizer, a state dict) the parameter is what it is.
             if not isinstance(parameter, DTensor) or not inside:
                 return parameter
-            return sum_backward(parameter.to_local(), grid.collectives, axis, "replica")
+            return sum_backward(local_weight(self, key), grid.collectives, axis, "replica")
 
         return property(read)
 

@@ -12,14 +12,13 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Axis, Grid
 from fourfold.parallel.collectives import sum_both
+from fourfold.parallel.weights import local_weight
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
 _USUAL_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried where a module does not state its own
@@ -87,7 +86,9 @@ class Norm4D(nn.Module):
                 f"{self.name} expects {expected} features on each rank (its {self.features} over "
                 f"{self.axis}={self.grid.size(self.axis)}), got {x.shape[-1]}; use {self.axis}=1"
             )
-        weight, bias = (None if p is None else cast(DTensor, p).to_local() for p in (self.weight, self.bias))
+        weight, bias = (
+            None if self._parameters[k] is None else local_weight(self, k) for k in ("weight", "bias")
+        )
         return self.formula.apply(x, self.features, weight, bias, self._total)
 
     def _total(self, part: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -15,14 +15,14 @@ from fourfold.grid import Grid
 from fourfold.parallel.checkpoint_files import CheckpointFiles
 from fourfold.parallel.forward import Inside, wrap_block, wrap_model
 from fourfold.parallel.initialize import record_initialization, restore_buffers
-from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.loss import guard_loss
 from fourfold.parallel.materialise import initialise_shards, load_shards
+from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout, seed_ranks
 from fourfold.parallel.report import Report, Row, describe
 from fourfold.parallel.roles import assign
 from fourfold.parallel.swap import swap_modules
-from fourfold.parallel.weights import Precision, shard_weights
+from fourfold.parallel.weights import Precision, Weights, choose_weights, is_streamed, shard_weights
 
 ActivationCheckpointing = Literal["none", "full"]
 
@@ -34,6 +34,8 @@ def parallelize(
     roles: Mapping[str, str] | None = None,
     precision: Precision = "fp32",
     activation_checkpointing: ActivationCheckpointing = "none",
+    weights: Weights = "auto",
+    overlap: Overlap | None = None,
     checkpoint: str | Path | None = None,
     seed: int = 0,
 ) -> Report:
@@ -42,7 +44,8 @@ def parallelize(
     ``model`` is an unmodified Hugging Face causal LM, or an `nn.Module` with ``roles``. Built on ``meta`` it never
     exists whole: each rank reads its shards from ``checkpoint`` (a folder of safetensors), or draws them, the same
     numbers on every grid, from ``seed`` by the model's own rules of initialisation. A model with real weights keeps
-    them. Make the optimizer afterwards: the model has other parameters then.
+    them. ``weights`` says how they are kept on z and data: by ``fsdp2``, or ``streamed`` by Fourfold's own schedule;
+    ``overlap`` what hides behind computation. Make the optimizer afterwards: the model has other parameters then.
 
     Raises `Refused` where the grid would not give the numbers of one process.
 
@@ -53,7 +56,9 @@ def parallelize(
         >>> report.local_parameters() == sum(p.numel() for p in fresh.parameters())  # all of them on one rank
         True
     """
-    _check_options(model, precision, activation_checkpointing)
+    _check_options(model, precision, activation_checkpointing, weights)
+    weights, why_weights = choose_weights(weights, grid)
+    overlap = overlap or Overlap()
     on_meta = any(p.is_meta for p in model.parameters())
     model_name = type(model).__name__  # fully_shard changes the class
     notes: list[str] = []
@@ -65,7 +70,7 @@ def parallelize(
 
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
-    swapped = swap_modules(model, grid, assigned, dropout, inside)
+    swapped = swap_modules(model, grid, assigned, dropout, inside, overlap)
     notes += swapped.notes
 
     # 3. The loss of logits whose vocabulary is cut over x, and of a batch that is cut over z and data.
@@ -81,7 +86,9 @@ def parallelize(
     wrap_model(model, inside, swapped.groups, dropout, guard)
 
     # 5. Weights on z and data.
-    shard_weights(model, grid, blocks, precision, embedding=swapped.embedding, head=swapped.head)
+    shard_weights(
+        model, grid, blocks, precision, weights, overlap, embedding=swapped.embedding, head=swapped.head
+    )
 
     # 6. Numbers for the shards of a model that was built on meta, or that a checkpoint has.
     with CheckpointFiles(checkpoint) if checkpoint is not None else nullcontext() as files:
@@ -102,7 +109,9 @@ def parallelize(
         Row(role.name, role.word, describe(swapped.by_module.get(role.name, [])), role.why)
         for role in assigned
     )
-    notes.append(f"weights: fsdp2 over z={grid.z}, gradients summed over data={grid.data}, {precision}")
+    notes.append(
+        f"weights: {weights} ({why_weights}) over z={grid.z}, gradients summed over data={grid.data}, {precision}"
+    )
     notes.append(f"activation checkpointing: {activation_checkpointing}, {len(blocks)} blocks")
     if dropout is not None:
         notes.append("dropout: equal where activations are replicated, independent where they are cut")
@@ -124,14 +133,16 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _check_options(model: nn.Module, precision: str, activation_checkpointing: str) -> None:
+def _check_options(model: nn.Module, precision: str, activation_checkpointing: str, weights: str) -> None:
     if precision not in ("fp32", "bf16"):
         raise ValueError(f"precision {precision!r} is not known; use 'fp32' or 'bf16'")
     if activation_checkpointing not in ("none", "full"):
         raise ValueError(
             f"activation_checkpointing {activation_checkpointing!r} is not known; use 'none' or 'full'"
         )
-    if isinstance(model, FSDPModule) or any(isinstance(m, Linear4D) for m in model.modules()):
+    if weights not in get_args(Weights):
+        raise ValueError(f"weights {weights!r} is not known; use 'auto', 'fsdp2' or 'streamed'")
+    if isinstance(model, FSDPModule) or is_streamed(model):
         name = type(model).__name__.removeprefix("FSDP")
         raise ValueError(f"{name} is parallel already; build it anew for another grid")
     for name, parameter in model.named_parameters():

@@ -16,6 +16,7 @@ from fourfold.parallel.layout import Layout
 from fourfold.parallel.linear import Linear4D, SiblingGroup
 from fourfold.parallel.localise import cut_output, forbid, show_local_heads, show_local_parameters
 from fourfold.parallel.norm import Norm4D
+from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout
 from fourfold.parallel.refused import Refused
 from fourfold.parallel.report import describe
@@ -35,15 +36,22 @@ class Swapped:
 
 
 def swap_modules(
-    model: nn.Module, grid: Grid, roles: list[Role], dropout: Dropout | None, inside: Inside
+    model: nn.Module,
+    grid: Grid,
+    roles: list[Role],
+    dropout: Dropout | None,
+    inside: Inside,
+    overlap: Overlap,
 ) -> Swapped:
     """Give every module of ``roles`` its form on the grid, in place."""
-    return _Swap(model, grid, dropout, inside).run(roles)
+    return _Swap(model, grid, dropout, inside, overlap).run(roles)
 
 
 class _Swap:
-    def __init__(self, model: nn.Module, grid: Grid, dropout: Dropout | None, inside: Inside) -> None:
-        self.model, self.grid, self.dropout, self.inside = model, grid, dropout, inside
+    def __init__(
+        self, model: nn.Module, grid: Grid, dropout: Dropout | None, inside: Inside, overlap: Overlap
+    ) -> None:
+        self.model, self.grid, self.dropout, self.inside, self.overlap = model, grid, dropout, inside, overlap
         self.family = family_of(model)
         self.out = Swapped()
         # A tied weight is one parameter in several modules and stays one.
@@ -136,7 +144,7 @@ class _Swap:
         parent = role.name.rsplit(".", 1)[0] if "." in role.name else ""
         key = (parent, in_features, role.in_axis, role.out_axis, transposed)
         if key not in self.siblings:
-            self.siblings[key] = SiblingGroup(self.grid, role.in_axis, role.out_axis)
+            self.siblings[key] = SiblingGroup(self.grid, role.in_axis, role.out_axis, self.overlap)
         return self.siblings[key]
 
     def _embedding(self, role: Role, module: nn.Module) -> Embedding4D:

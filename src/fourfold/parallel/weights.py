@@ -1,20 +1,49 @@
-"""Weights on (z, data): stored in parts over z, gathered for the work of one block, their gradients summed back."""
+"""Weights on (z, data): stored in parts over z, gathered for the work, their gradients summed back.
+
+Two ways, behind one seam: `fsdp2`, PyTorch's own, and `streamed`, our own schedule (streamed.py). What computes asks
+`local_weight` for its block and knows of neither.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Grid
+from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.refused import Refused
+from fourfold.parallel.streamed import StreamedWeights
 
 Precision = Literal["fp32", "bf16"]
+Weights = Literal["auto", "fsdp2", "streamed"]
+
+
+def local_weight(module: nn.Module, key: str) -> Tensor:
+    """This rank's block of a module's parameter, whole over z, for the work of this moment."""
+    streamed = module.__dict__.get("_streamed")
+    if streamed is not None:
+        return cast(StreamedWeights, streamed).read(module, key)
+    return cast(DTensor, module._parameters[key]).to_local()
+
+
+def is_streamed(model: nn.Module) -> bool:
+    return "_streamed" in model.__dict__
+
+
+def choose_weights(weights: Weights, grid: Grid) -> tuple[Weights, str]:
+    """Which way is taken, and why, in words."""
+    if weights != "auto":
+        return weights, "asked for"
+    if grid.device.type == "cuda":
+        return "fsdp2", "auto: proven on CUDA"
+    return "streamed", f"auto: overlaps on {grid.device.type}, where FSDP2 has no streams to do so"
 
 
 def shard_weights(
@@ -22,14 +51,36 @@ def shard_weights(
     grid: Grid,
     blocks: Sequence[nn.Module],
     precision: Precision,
+    weights: Weights,
+    overlap: Overlap,
     *,
     embedding: nn.Module | None = None,
     head: nn.Module | None = None,
 ) -> None:
-    """FSDP2 over z, a group for each block and one for what is left; the data axis is reduced behind it.
+    """Cut every parameter over z.
 
     Master weights and the reduction of gradients are fp32 in either precision; in bf16 the gathered weights, and so
-    the work, are bf16. ``embedding`` and ``head``, where they are not tied, are groups of their own.
+    the work, are bf16. ``embedding`` and ``head`` are those that are not tied.
+    """
+    if weights == "streamed":
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        model.__dict__["_streamed"] = StreamedWeights(model, grid, blocks, dtype, overlap)
+    else:
+        _fully_shard(model, grid, blocks, precision, embedding=embedding, head=head)
+
+
+def _fully_shard(
+    model: nn.Module,
+    grid: Grid,
+    blocks: Sequence[nn.Module],
+    precision: Precision,
+    *,
+    embedding: nn.Module | None,
+    head: nn.Module | None,
+) -> None:
+    """FSDP2 over z, a group for each block and one for what is left; the data axis is reduced behind it.
+
+    ``embedding`` and ``head``, where they are not tied, are groups of their own.
     """
     _check_tied(model, [*blocks, *(m for m in (embedding, head) if m is not None)])
     policy = MixedPrecisionPolicy()
@@ -80,6 +131,11 @@ def accumulating(model: nn.Module) -> Iterator[None]:
         ...     model(input_ids=ids[:1], labels=ids[:1], num_items_in_batch=items).loss.backward()
         >>> model(input_ids=ids[1:], labels=ids[1:], num_items_in_batch=items).loss.backward()
     """
+    streamed = model.__dict__.get("_streamed")
+    if streamed is not None:
+        with cast(StreamedWeights, streamed).accumulating():
+            yield
+        return
     if not isinstance(model, FSDPModule):
         raise ValueError(f"{type(model).__name__} is not parallel; call parallelize(model, grid) first")
     model.set_requires_gradient_sync(False)

@@ -1,0 +1,65 @@
+"""How long the work of this rank stood still: by the clock on CPU, by events in the stream on CUDA.
+
+On CPU a wait blocks the thread that computes. On CUDA it blocks the stream that computes, while the host goes on: two
+events around the wait tell, once the device has passed them, how long the stream stood there. No GPU has run this.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Points in the order of this rank's work, and the seconds between them."""
+
+    # Is the time between two marks known at once? If not, reading it waits for the device.
+    immediate: bool
+
+    def mark(self) -> Any: ...
+
+    def elapsed_s(self, start: Any, end: Any) -> float: ...
+
+
+class HostClock:
+    immediate = True
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return end - start
+
+
+class CudaClock:
+    """Events in the current stream, the one that computes."""
+
+    immediate = False
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_s(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def busy_s() -> float:
+    """Seconds for which this thread had work and was not blocked: on a core, or waiting for one.
+
+    Linux keeps the second for each thread; elsewhere this is the time on a core.
+    """
+    try:
+        _, queued_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:
+        queued_ns = "0"
+    return time.thread_time() + int(queued_ns) / 1e9
+
+
+def clock_of(device_type: str) -> Clock:
+    return CudaClock() if device_type == "cuda" else HostClock()

@@ -1,0 +1,554 @@
+"""Streamed weights: our own schedule on (z, data), on nothing but c10d's asynchronous collectives and their `wait`.
+
+A weight is stored in rows over z. Where the model reads it, it is gathered into a whole block; after its use the block's
+memory is given back. Backward asks for it again, before the gradient of the module's output is used.
+
+    gather      The order in which weights are read is recorded in the first step, forward and backward (a recomputed
+                forward included). From then on the next ones are gathered while this one is in use.
+    scatter     A weight's gradient, once complete, goes into a reduce-scatter over z; the all-reduce of the result over
+                data starts one block later. They are waited for at the end of backward.
+
+Each weight has a collective of its own, straight from the shard into the block and from the gradient into the shard's
+gradient: no copy where the rows divide by z. Small ones (norms, biases) share one collective each way.
+
+The parameters of the model are the shards, DTensors, at all times. What forward reads is a plain tensor, the block, whose
+memory comes and goes: autograd keeps the tensor, not the memory, as FSDP2 does. Correctness does not lean on the
+recorded order: what was not foreseen is gathered when it is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+# There is no public name for the shards of an axis that comes before those which cut the same dim (torch 2.13.0).
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fourfold.grid import AXES, Axis, Grid
+from fourfold.parallel.collectives import Pending
+from fourfold.parallel.overlap import Overlap
+from fourfold.parallel.refused import Refused
+
+
+class StreamedWeights:
+    """All weights of a model, and who is in flight."""
+
+    def __init__(
+        self, model: nn.Module, grid: Grid, blocks: Sequence[nn.Module], dtype: torch.dtype, overlap: Overlap
+    ) -> None:
+        self._grid, self._collectives = grid, grid.collectives
+        self._overlap = overlap
+        self._weights = _shard(model, grid, blocks, dtype, overlap.bundle_bytes)
+        self._by_place = {place: w for w in self._weights for place in w.places}
+        self._small = [w for w in self._weights if w.is_small and not w.is_alias]
+        self._small_pending: Pending | None = None
+        self._small_buffer: Tensor | None = None
+        # Weights in the order of their use, as recorded, and how far this step has come.
+        self._order: list[_Weight] = []
+        self._position = 0
+        self._forward_length = 0
+        self._kept: set[_Weight] = set()
+        self._in_forward = self._in_backward = False
+        # Gradients on their way: over z, and then over data.
+        self._sends_gradients = True
+        self._scattering: deque[_Gradient] = deque()
+        self._arrived: list[_Gradient] = []
+        self._last_block = -2
+        self._in_flight_limit = overlap.in_flight_bytes
+        if self._in_flight_limit is None:
+            self._in_flight_limit = 2 * _largest_block_bytes(self._weights)
+
+        for module in {module: None for module, _ in self._by_place}:
+            # What reads parameters finds its way here; not a submodule, so that no tree of modules shows it.
+            module.__dict__["_streamed"] = self
+            held = [
+                self._by_place[module, key] for key in module._parameters if (module, key) in self._by_place
+            ]
+            large = [w for w in held if not w.is_small and not w.is_alias]
+            if large:
+                module.register_forward_hook(self._after_module(module, large))
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward, always_call=True)
+        if dtype != torch.float32:
+            for module in (model, *blocks):
+                module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
+
+    # -- what a model reads -----------------------------------------------------------------------------------------
+
+    def read(self, module: nn.Module, key: str) -> Tensor:
+        """This rank's block of a parameter, whole over z, for the work of this moment."""
+        weight = self._by_place[module, key]
+        if not weight.is_alias:
+            if weight.is_small:
+                self._need_small()
+            else:
+                self._need(weight)
+        return weight.block()
+
+    # -- gathering: ahead of use, in the recorded order -------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        if _inside_backward():
+            return
+        self._start_over()
+        self._in_forward = True
+        if self._small:
+            self._gather_small()
+        self._gather_ahead()
+
+    def _after_forward(self, *_: Any) -> None:
+        if _inside_backward():
+            return
+        self._in_forward = False
+        if self._position > self._forward_length:
+            self._forward_length = self._position
+        self._choose_kept()
+        if not torch.is_grad_enabled():
+            self._release_all()
+
+    def _after_module(self, module: nn.Module, weights: list[_Weight]) -> Any:
+        is_lookup = isinstance(module, nn.Embedding) or getattr(module, "is_lookup", False)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if _inside_backward():
+                return  # a second forward: backward itself is next to read them
+            if torch.is_grad_enabled() and not is_lookup:
+                for tensor in tree_leaves(output):
+                    if isinstance(tensor, Tensor) and tensor.requires_grad:
+                        tensor.register_hook(before_backward)
+            for weight in weights:
+                if not self._needed_soon(weight):
+                    weight.release()
+
+        def before_backward(gradient: Tensor) -> None:
+            self._enter_backward()
+            for weight in weights:
+                self._need(weight)
+
+        return hook
+
+    def _need(self, weight: _Weight) -> None:
+        self._advance(weight)
+        if weight.is_released:
+            self._gather(weight)
+        self._gather_ahead()
+        weight.arrive()
+
+    def _advance(self, weight: _Weight) -> None:
+        """Follow the recorded order; where the model takes another way, record that."""
+        if self._position < len(self._order) and self._order[self._position] is weight:
+            self._position += 1
+        elif weight.is_released or weight.is_in_flight:
+            try:
+                self._position = self._order.index(weight, self._position) + 1
+            except ValueError:
+                del self._order[self._position :]
+                self._order.append(weight)
+                self._position = len(self._order)
+
+    def _gather_ahead(self) -> None:
+        end = len(self._order) if torch.is_grad_enabled() or self._in_backward else self._forward_length
+        for weight in self._order[self._position : min(self._position + self._overlap.prefetch, end)]:
+            if weight.is_released:
+                self._gather(weight)
+
+    def _gather(self, weight: _Weight) -> None:
+        source = weight.gather_input()
+        target = weight.allocate()
+        weight.pending = self._collectives.all_gather(target, source, "z", "weight", module=weight.name)
+
+    def _needed_soon(self, weight: _Weight) -> bool:
+        """Is it among the next weights in use, so that giving it back would mean to gather it again at once?"""
+        return weight in self._kept or (
+            torch.is_grad_enabled()
+            and weight in self._order[self._position : self._position + self._overlap.prefetch]
+        )
+
+    def _choose_kept(self) -> None:
+        """The last weights of forward are the first of backward: keep those, within the budget."""
+        self._kept.clear()
+        left = self._overlap.keep_bytes
+        for weight in dict.fromkeys(reversed(self._order[: self._forward_length])):
+            left -= weight.block_bytes
+            if left < 0:
+                break
+            self._kept.add(weight)
+
+    def _gather_small(self) -> None:
+        """All small weights in one collective."""
+        parts = [w.gather_input().view(-1) for w in self._small]
+        source = torch.cat(parts)
+        buffer = source.new_empty(self._grid.z * source.numel())
+        self._small_buffer = buffer
+        self._small_pending = self._collectives.all_gather(
+            buffer, source, "z", "weight", module="small weights"
+        )
+
+    def _need_small(self) -> None:
+        if self._small_pending is None and not (self._in_forward or self._in_backward):
+            # A part of the model was called by itself: nothing from an earlier step may be used.
+            for weight in self._small:
+                weight.release()
+        if self._small_pending is None and any(w.is_released for w in self._small):
+            self._gather_small()
+        if self._small_pending is None:
+            return
+        self._small_pending.wait()
+        self._small_pending = None
+        assert self._small_buffer is not None
+        by_rank = self._small_buffer.view(self._grid.z, -1)
+        start = 0
+        for weight in self._small:
+            length = weight.padded_rows_per_rank * weight.row_numel
+            weight.allocate().view(self._grid.z, -1).copy_(by_rank[:, start : start + length])
+            start += length
+        self._small_buffer = None
+
+    # -- scattering: in flight until the end of backward ------------------------------------------------------------
+
+    def _enter_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._position = max(self._position, self._forward_length)
+            # There is no public call for what has to happen once a whole backward is over (seen in torch 2.13.0).
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def take_gradient(self, weight: _Weight) -> None:
+        """A weight's gradient of this backward is complete."""
+        self._enter_backward()
+        gradient = weight.pop_gradient(keep=not self._sends_gradients)
+        if not weight.is_small and not weight.is_alias:
+            weight.release()
+        if gradient is None:
+            return
+        if weight.is_small:
+            self._arrived.append(_Gradient(weight, gradient))  # all together, at the end
+            return
+        if weight.block_index != self._last_block:
+            # The reduce-scatters of the block before had a block's time: its all-reduces over data can start.
+            self._reduce_over_data()
+            self._last_block = weight.block_index
+        self._scatter(_Gradient(weight, gradient))
+
+    def _scatter(self, item: _Gradient) -> None:
+        weight, collectives = item.weight, self._collectives
+        if self._grid.z > 1:
+            whole = weight.pad_rows(item.tensor)
+            item.tensor = whole.new_empty(whole.shape[0] // self._grid.z, *whole.shape[1:])
+            item.pending = collectives.reduce_scatter(item.tensor, whole, "z", "gradient", module=weight.name)
+            item.waiting_bytes = whole.numel() * whole.element_size()
+            self._scattering.append(item)
+            self._limit_in_flight()
+        else:
+            self._start_data(item)
+        if not self._overlap.gradients:
+            item.pending.wait()
+            self._reduce_over_data()
+            item.pending.wait()
+
+    def _limit_in_flight(self) -> None:
+        """Give back the memory of whole gradients that are done, and of the oldest where too many wait."""
+        assert self._in_flight_limit is not None
+        waiting_bytes = sum(item.waiting_bytes for item in self._scattering)
+        for item in self._scattering:
+            if not item.pending.is_done() and waiting_bytes <= self._in_flight_limit:
+                break
+            item.pending.wait()
+            waiting_bytes -= item.waiting_bytes
+            item.waiting_bytes = 0
+
+    def _reduce_over_data(self) -> None:
+        """All ranks come here at the same gradients, so that the order of collectives is the same on all of them."""
+        if self._grid.data == 1:
+            return
+        while self._scattering:
+            item = self._scattering.popleft()
+            item.pending.wait()
+            self._start_data(item)
+
+    def _start_data(self, item: _Gradient) -> None:
+        item.pending = self._collectives.all_reduce(item.tensor, "data", "gradient", module=item.weight.name)
+        self._arrived.append(item)
+
+    def _after_backward(self) -> None:
+        small = [item for item in self._arrived if item.weight.is_small]
+        self._arrived = [item for item in self._arrived if not item.weight.is_small]
+        if small:
+            self._arrived.append(self._scatter_small(small))
+        self._reduce_over_data()
+        self._arrived += self._scattering
+        for item in self._arrived:
+            item.pending.wait()
+            for weight, shard_gradient in item.parts():
+                weight.set_gradient(shard_gradient)
+        self._start_over()
+
+    def _scatter_small(self, items: list[_Gradient]) -> _Gradient:
+        """The gradients of all small weights in one collective over z and one over data."""
+        z = self._grid.z
+        by_rank = torch.cat([i.weight.pad_rows(i.tensor).reshape(z, -1) for i in items], dim=1)
+        shards = by_rank.new_empty(by_rank.shape[1])
+        name = "small weights"
+        self._collectives.reduce_scatter(shards, by_rank, "z", "gradient", module=name).wait()
+        pending = self._collectives.all_reduce(shards, "data", "gradient", module=name)
+        return _Gradient(items[0].weight, shards, pending, [i.weight for i in items])
+
+    # -- bounds -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        before, self._sends_gradients = self._sends_gradients, False
+        try:
+            yield
+        finally:
+            self._sends_gradients = before
+
+    def _start_over(self) -> None:
+        """Nothing is gathered, nothing in flight: what a step begins with, also after one that failed."""
+        self._release_all()
+        for item in (*self._scattering, *self._arrived):
+            item.pending.wait()
+        self._scattering.clear()
+        self._arrived.clear()
+        self._in_backward = self._in_forward = False
+        self._position, self._last_block = 0, -2
+
+    def _release_all(self) -> None:
+        if self._small_pending is not None:
+            self._small_pending.wait()
+            self._small_pending = self._small_buffer = None
+        for weight in self._weights:
+            weight.release()
+
+
+class _Gradient:
+    """A gradient on its way: whole, then this rank's rows, then summed over data."""
+
+    def __init__(
+        self,
+        weight: _Weight,
+        tensor: Tensor,
+        pending: Pending | None = None,
+        together: list[_Weight] | None = None,
+    ) -> None:
+        self.weight, self.tensor = weight, tensor
+        self.pending = pending or Pending()
+        self.waiting_bytes = 0
+        self._together = together
+
+    def parts(self) -> list[tuple[_Weight, Tensor]]:
+        if self._together is None:
+            return [(self.weight, self.tensor)]
+        lengths = [w.padded_rows_per_rank * w.row_numel for w in self._together]
+        return list(zip(self._together, self.tensor.split(lengths), strict=True))
+
+
+class _Weight:
+    """One parameter: the shard that this rank stores, and the block, whose memory comes and goes."""
+
+    def __init__(
+        self,
+        name: str,
+        places: list[tuple[nn.Module, str]],
+        block_index: int,
+        block_shape: torch.Size,
+        grid: Grid,
+        dtype: torch.dtype,
+        bundle_bytes: int,
+    ) -> None:
+        self.name, self.places, self.block_index = name, places, block_index
+        self._shape, self._z, self._dtype = block_shape, grid.z, dtype
+        rows = block_shape[0] if block_shape else 1
+        self.row_numel = math.prod(block_shape[1:])
+        self.padded_rows_per_rank = -(-rows // grid.z)
+        self.block_bytes = math.prod(block_shape) * torch.empty((), dtype=dtype).element_size()
+        self.is_small = self.block_bytes <= bundle_bytes
+        # Whole on each rank and in the precision of the work: the shard is the block.
+        self.is_alias = grid.z == 1 and dtype == torch.float32
+        self.pending: Pending | None = None
+        self._owner: StreamedWeights | None = None
+        self._block: Tensor | None = None
+        self._flat: Tensor | None = None
+        self._hooked = False
+        self._gathered = False
+        self._accumulated: Tensor | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        module, key = self.places[0]
+        return cast(nn.Parameter, module._parameters[key])
+
+    @property
+    def shard(self) -> Tensor:
+        # `to_local()` would put a node into the graph; FSDP2 reads the same attribute (torch 2.13.0).
+        return cast(DTensor, self.parameter)._local_tensor.detach()
+
+    # -- the block's memory -------------------------------------------------------------------------------------------
+
+    @property
+    def is_released(self) -> bool:
+        return not self._gathered and self.pending is None
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.pending is not None
+
+    def gather_input(self) -> Tensor:
+        """The shard in the precision of the work, padded to as many rows as the first rank has."""
+        return self.pad_rows(self.shard.to(self._dtype), self.padded_rows_per_rank)
+
+    def pad_rows(self, tensor: Tensor, rows: int | None = None) -> Tensor:
+        rows = self.padded_rows_per_rank * self._z if rows is None else rows
+        tensor = tensor.contiguous()
+        if tensor.shape[0] == rows:
+            return tensor
+        padded = tensor.new_zeros(rows, *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        return padded
+
+    def allocate(self) -> Tensor:
+        """Memory for the block, as a flat tensor that autograd does not watch."""
+        numel = self.padded_rows_per_rank * self._z * self.row_numel
+        if self._flat is None:
+            self._flat = torch.empty(numel, dtype=self._dtype, device=self.shard.device)
+            # The padding is at the end: the block is the front of the buffer.
+            self._block = self._flat[: math.prod(self._shape)].view(self._shape).detach()
+        else:
+            self._flat.untyped_storage().resize_(numel * self._flat.element_size())
+        self._gathered = True
+        # Not by `detach`, which shares the version: to autograd the block does not change when its memory returns.
+        return self._flat.data
+
+    def arrive(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+    def release(self) -> None:
+        self.arrive()
+        if self._flat is not None and self._gathered:
+            self._flat.untyped_storage().resize_(0)
+        self._gathered = False
+
+    def block(self) -> Tensor:
+        """The tensor that forward reads: a leaf, whose gradient comes back here."""
+        if self.is_alias:
+            shard = self.shard
+            if self._block is None or self._block.data_ptr() != shard.data_ptr():
+                self._block, self._hooked = shard, False
+        assert self._block is not None
+        wanted = self.parameter.requires_grad
+        if self._block.requires_grad != wanted:
+            self._block.requires_grad_(wanted)
+        if wanted and not self._hooked:
+            self._block.register_post_accumulate_grad_hook(lambda _: self._take())
+            self._hooked = True
+        return self._block
+
+    # -- its gradient -------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        module, _ = self.places[0]
+        cast(StreamedWeights, module.__dict__["_streamed"]).take_gradient(self)
+
+    def pop_gradient(self, *, keep: bool) -> Tensor | None:
+        """The sum of the gradients since the last that was sent, in fp32; ``keep`` only adds to it."""
+        assert self._block is not None
+        gradient = self._block.grad
+        self._block.grad = None
+        assert gradient is not None
+        gradient = gradient.float()
+        if self._accumulated is not None:
+            gradient = self._accumulated.add_(gradient)
+        self._accumulated = gradient if keep else None
+        return None if keep else gradient
+
+    def set_gradient(self, shard_gradient: Tensor) -> None:
+        parameter = cast(DTensor, self.parameter)
+        local = shard_gradient.view(-1)[: parameter._local_tensor.numel()].view(parameter._local_tensor.shape)
+        if parameter.grad is not None:
+            cast(DTensor, parameter.grad)._local_tensor.add_(local)
+            return
+        # The constructor takes the placements as they are; `from_local` would look at each of them, each step.
+        parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
+
+
+def _shard(
+    model: nn.Module, grid: Grid, blocks: Sequence[nn.Module], dtype: torch.dtype, bundle_bytes: int
+) -> list[_Weight]:
+    """Cut every parameter over z, in place; a tied one is one weight in several places."""
+    block_of = {module: i for i, block in enumerate(blocks) for module in block.modules()}
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, key))
+                names.setdefault(parameter, f"{name}.{key}" if name else key)
+    weights = []
+    for parameter, where in places.items():
+        block = cast(DTensor, parameter)._local_tensor.detach()
+        if block.ndim == 0 and grid.z > 1:
+            raise Refused(
+                f"{names[parameter]} is a single number, which z={grid.z} ranks cannot share; use z=1, or make it a "
+                "tensor of one element"
+            )
+        sharded = _cut_over_z(cast(DTensor, parameter), block, grid)
+        for module, key in where:
+            module._parameters[key] = sharded
+        index = block_of.get(where[0][0], -1)
+        weights.append(_Weight(names[parameter], where, index, block.shape, grid, dtype, bundle_bytes))
+    return weights
+
+
+def _cut_over_z(parameter: DTensor, block: Tensor, grid: Grid) -> nn.Parameter:
+    if grid.z == 1:
+        shard = block
+    else:
+        rows = -(-block.shape[0] // grid.z)
+        start = min(grid.coordinate("z") * rows, block.shape[0])
+        # A copy, so that the block can be freed.
+        shard = block[start : start + rows].clone()
+    placements: list[Placement] = list(parameter.placements)
+    inner: tuple[Axis, ...] = ("y", "x")
+    cut = math.prod(
+        grid.size(a) for a in inner if isinstance(p := placements[AXES.index(a)], Shard) and p.dim == 0
+    )
+    if block.ndim > 0:
+        placements[AXES.index("z")] = Shard(0) if cut == 1 else _StridedShard(0, split_factor=cut)
+    local = DTensor.from_local(
+        shard, grid.mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
+
+
+def _largest_block_bytes(weights: Sequence[_Weight]) -> int:
+    """Bytes of the fp32 gradients of the largest block."""
+    totals: dict[int, int] = {}
+    for weight in weights:
+        if weight.block_index >= 0:
+            totals[weight.block_index] = totals.get(weight.block_index, 0) + math.prod(weight._shape) * 4
+    return max(totals.values(), default=0)
+
+
+def _cast_inputs(dtype: torch.dtype) -> Any:
+    def cast_floats(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def to_dtype(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return tree_map_only(Tensor, to_dtype, args), tree_map_only(Tensor, to_dtype, kwargs)
+
+    return cast_floats
+
+
+def _inside_backward() -> bool:
+    """Does autograd call us? Then a forward is a second one, of a checkpoint (torch.utils.checkpoint asks the same)."""
+    return torch._C._current_graph_task_id() != -1
