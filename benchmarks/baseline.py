@@ -1,0 +1,427 @@
+"""The opponent: what stock PyTorch gives the same Hugging Face Llama on the same ranks.
+
+FSDP2 over ``shards``, gradients averaged over ``replicas`` (HSDP; DDP where there is one shard), 1D tensor parallelism
+by `parallelize_module` over ``tensor``, the loss over vocabulary shards by `loss_parallel`, weights prefetched. The
+model is not modified. It is built to be hard to beat:
+
+- q, k and v read one replicated DTensor, and so do gate and up: a layer makes two all-reduces forward and two backward.
+  Each linear that takes a tensor of its own reduces the gradient of it: that would be five backward.
+- Between linears everything is a plain tensor: norms, attention and residuals pay no DTensor dispatch. AdamW is fused
+  and steps the local shards, which gives the same numbers as on DTensors.
+- FSDP2 relies on streams to run its collectives beside the work, and a CPU has none: stock, each of them blocks. With
+  ``overlap`` gathers are started ahead and gradients are reduced behind backward, as they are on GPUs.
+- Gloo's reduce-scatter is an all-reduce of which most is thrown away. With ``lean_reduce_scatter`` an all-to-all and a
+  local sum take its place, and send half as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+# The interface of `FSDPModule.set_custom_reduce_scatter` (seen in torch 2.13.0).
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+IGNORED = -100  # the label that Hugging Face's loss leaves out
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are split; ``tensor`` is innermost, so its ranks are neighbours."""
+
+    replicas: int
+    shards: int
+    tensor: int
+
+    @property
+    def world(self) -> int:
+        return self.replicas * self.shards * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Parts into which the global batch is cut."""
+        return self.replicas * self.shards
+
+    def __str__(self) -> str:
+        return f"replicas={self.replicas} shards={self.shards} tensor={self.tensor}"
+
+
+def layouts(world: int, *, heads: int, kv_heads: int, global_batch: int) -> list[Layout]:
+    """Every split of ``world`` ranks that cuts the heads and the batch evenly."""
+    divisors = [n for n in range(1, world + 1) if world % n == 0]
+    return [
+        Layout(world // tensor // shards, shards, tensor)
+        for tensor in divisors
+        if heads % tensor == 0 and kv_heads % tensor == 0 and global_batch % (world // tensor) == 0
+        for shards in divisors
+        if world // tensor % shards == 0
+    ]
+
+
+class Baseline:
+    """A parallel model and its AdamW. A training step is ``step``, then ``optimizer_step``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        mesh: DeviceMesh,
+        parameters: dict[str, _Parameter],
+        reduction: _Reduction | None,
+        partial: Sequence[
+            str
+        ],  # names of parameters whose gradients are still to be summed over the tensor ranks
+        optimizer: dict[str, Any],
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self._mesh = mesh
+        self._data_group = _mesh(("data", "tensor"), (layout.data, layout.tensor)).get_group("data")
+        self._parameters = parameters
+        self._reduction = reduction
+        self._partial = partial
+        self._shards = {n: nn.Parameter(_local(p.stored.detach())) for n, p in parameters.items()}
+        self.optimizer = torch.optim.AdamW(self._shards.values(), **optimizer)
+
+    def local_rows(self, global_batch: int) -> slice:
+        """Rows of the global batch that this rank trains on; ranks of one tensor group share theirs."""
+        rows, rest = divmod(global_batch, self.layout.data)
+        if rest:
+            raise ValueError(f"a batch of {global_batch} does not divide over {self.layout.data} data ranks")
+        first = dist.get_rank() // self.layout.tensor * rows
+        return slice(first, first + rows)
+
+    def step(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Forward and backward of this rank's rows; the loss is the mean over the global batch.
+
+        Each data rank averages over its own rows, and gradients are averaged over the data ranks. That is the mean of
+        the global batch if each rank counts the same number of labels, so none may be left out.
+        """
+        if labels.min() < 0:
+            raise ValueError(f"labels hold {IGNORED}; ranks would count different numbers of them")
+        if self._partial and ids.shape[1] % self.layout.tensor:
+            raise ValueError(f"{ids.shape[1]} tokens do not divide over tensor={self.layout.tensor}")
+        if any(parameter.stored.grad is not None for parameter in self._parameters.values()):
+            raise RuntimeError("gradients of the last step are still there; call optimizer_step or zero_grad")
+        with loss_parallel() if self.layout.tensor > 1 else nullcontext():
+            loss = self.model(input_ids=ids, labels=labels, use_cache=False).loss
+            reported = _local(loss.detach()).clone()
+            work = dist.all_reduce(reported, dist.ReduceOp.AVG, self._data_group, async_op=True)
+            loss.backward()
+        if self._reduction is not None:
+            self._reduction.finish()
+        self._sum_partial_gradients()
+        work.wait()
+        return reported
+
+    def optimizer_step(self) -> None:
+        """AdamW on the local shards; gradients are dropped."""
+        for name, shard in self._shards.items():
+            # FSDP2 may have moved a shard that does not divide evenly into padded storage.
+            shard.data = _local(self._parameters[name].stored.detach())
+            shard.grad = self._local_gradient(name)
+        self.optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        for parameter in self._parameters.values():
+            parameter.stored.grad = None
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Every gradient put together from the ranks' parts, for a comparison; all ranks have to call it."""
+        return {name: self._whole_gradient(name) for name in self._parameters}
+
+    def _local_gradient(self, name: str) -> Tensor:
+        gradient = self._parameters[name].stored.grad
+        if gradient is None:
+            raise RuntimeError(f"{name} has no gradient; call step first")
+        return _local(gradient)
+
+    def _whole_gradient(self, name: str) -> Tensor:
+        parameter = self._parameters[name]
+        if isinstance(parameter.stored.grad, DTensor):
+            return parameter.stored.grad.full_tensor()
+        local, placements = self._local_gradient(name), parameter.tensor_placements
+        if placements is None:
+            return local
+        return DTensor.from_local(local, self._mesh["tensor"], placements).full_tensor()
+
+    def _sum_partial_gradients(self) -> None:
+        """Under sequence parallelism a norm has seen part of the sequence: one small sum over the tensor ranks."""
+        if not self._partial:
+            return
+        gradients = [self._local_gradient(name) for name in self._partial]
+        flat = torch.cat([g.flatten() for g in gradients])
+        dist.all_reduce(flat, group=self._mesh.get_group("tensor"))
+        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    stored: nn.Parameter  # what gets the gradient: a DTensor, or DDP's plain tensor
+    tensor_placements: Sequence[Placement] | None  # on the tensor axis alone; None if it is not cut there
+
+
+def build(
+    config: LlamaConfig,
+    layout: Layout,
+    *,
+    activation_checkpointing: bool = False,
+    sequence_parallel: bool = False,
+    reshard_after_forward: bool = True,
+    prefetch_depth: int = 1,
+    overlap: bool = True,
+    lean_reduce_scatter: bool = True,
+    seed: int = 0,
+    optimizer: dict[str, Any] | None = None,
+) -> Baseline:
+    """An unmodified Llama with the random weights of ``seed``, on the layout's ranks.
+
+    Tensor parallelism first, recomputation and data parallelism around it. ``reshard_after_forward=False`` keeps the
+    gathered weights until backward: fewer bytes sent for more memory. With ``overlap=False`` FSDP2 is as it comes.
+    ``optimizer`` holds options of AdamW; gradients are not accumulated over steps.
+    """
+    _check(config, layout)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).train()
+    mesh = _mesh(("replicate", "shard", "tensor"), (layout.replicas, layout.shards, layout.tensor))
+
+    if layout.tensor > 1:
+        plan = _plan(model, Shard(1) if sequence_parallel else Replicate())
+        # Every rank has drawn the same weights: each cuts out its own part, nothing is sent.
+        parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
+    placements = {n: p.placements if isinstance(p, DTensor) else None for n, p in model.named_parameters()}
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    wrapped: nn.Module = model
+    reduction = None
+    if layout.shards > 1:
+        reduction = _fully_shard(model, mesh, layout, reshard_after_forward, overlap, lean_reduce_scatter)
+        _prefetch(model, prefetch_depth, overlap)
+    elif layout.replicas > 1:
+        # FSDP2 with one shard copies every weight in and every gradient out.
+        wrapped = DistributedDataParallel(
+            model,
+            device_mesh=mesh["replicate"],
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            init_sync=False,
+        )
+
+    # DDP makes plain tensors of DTensors here and takes them out of the modules in the first forward.
+    parameters = {n: _Parameter(p, placements[n]) for n, p in model.named_parameters()}
+    cut_sequence = sequence_parallel and layout.tensor > 1
+    return Baseline(
+        wrapped,
+        layout,
+        mesh,
+        parameters,
+        reduction,
+        [name for name in parameters if cut_sequence and "norm" in name],
+        {"fused": True} | (optimizer or {}),
+    )
+
+
+def _check(config: LlamaConfig, layout: Layout) -> None:
+    if dist.get_world_size() != layout.world:
+        raise ValueError(f"{layout} needs {layout.world} ranks, there are {dist.get_world_size()}")
+    if config.tie_word_embeddings:
+        raise ValueError("embedding and head are sharded apart; set tie_word_embeddings=False")
+    for what, count in (
+        ("attention heads", config.num_attention_heads),
+        ("key/value heads", config.num_key_value_heads),
+        ("features", config.hidden_size),
+        ("features of the MLP", config.intermediate_size),
+        ("tokens of the vocabulary", config.vocab_size),
+    ):
+        if count % layout.tensor:
+            raise ValueError(f"{count} {what} do not divide over tensor={layout.tensor}")
+
+
+_meshes: dict[tuple[Any, ...], tuple[Any, DeviceMesh]] = {}
+
+
+def _mesh(names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    """The one mesh of these axes in this world: DTensor's caches take equal meshes for the same object."""
+    world, mesh = _meshes.get((names, sizes), (None, None))
+    if mesh is None or world is not dist.group.WORLD:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        _meshes[names, sizes] = (dist.group.WORLD, mesh)
+    return mesh
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# -- tensor parallelism ---------------------------------------------------------------------------------------------------
+
+
+def _plan(model: LlamaForCausalLM, outside: Replicate | Shard) -> dict[str, ParallelStyle]:
+    """Column- and row-parallel linears; ``outside`` says how activations lie between them.
+
+    Replicated, or cut along the sequence: then norms and residuals are as well, and each all-reduce becomes an
+    all-gather and a reduce-scatter.
+    """
+    plan: dict[str, ParallelStyle] = {
+        # Cut over its features: gathering them sends half of what summing over a cut vocabulary does, and DTensor's
+        # gradient of a cut vocabulary is that of the whole one on every rank. The output stays a DTensor: it has the
+        # length of the whole sequence, from which the model derives positions and mask.
+        "model.embed_tokens": ColwiseParallel(output_layouts=outside, use_local_output=False),
+        "model.layers.0": PrepareModuleInput(
+            input_layouts=outside, desired_input_layouts=outside, use_local_output=True
+        ),
+        "lm_head": ColwiseParallel(input_layouts=outside, output_layouts=Shard(-1), use_local_output=False),
+    }
+    for i in range(len(model.model.layers)):
+        plan |= _layer_plan(f"model.layers.{i}", outside)
+    return plan
+
+
+def _layer_plan(name: str, outside: Replicate | Shard) -> dict[str, ParallelStyle]:
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    whole = Replicate()
+    return {
+        # One DTensor for all the linears that read it: their gradients are added before they are reduced.
+        f"{name}.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": outside},
+            desired_input_kwarg_layouts={"hidden_states": whole},
+        ),
+        f"{name}.mlp": PrepareModuleInput(input_layouts=outside, desired_input_layouts=whole),
+        **{f"{name}.{column}": ColwiseParallel() for column in columns},
+        **{f"{name}.{row}": RowwiseParallel(output_layouts=outside) for row in rows},
+    }
+
+
+# -- data parallelism -----------------------------------------------------------------------------------------------------
+
+
+def _fully_shard(
+    model: LlamaForCausalLM,
+    mesh: DeviceMesh,
+    layout: Layout,
+    reshard_after_forward: bool,
+    overlap: bool,
+    lean_reduce_scatter: bool,
+) -> _Reduction | None:
+    """A group for each layer, one for the embedding, one for the last norm and the head."""
+    # With overlap the replicas are left to _Reduction: FSDP2's own all-reduce would block, and not wait for ours.
+    data_mesh = mesh["replicate", "shard"] if layout.replicas > 1 and not overlap else mesh["shard"]
+    inner = model.model
+    fully_shard(inner.embed_tokens, mesh=data_mesh, reshard_after_forward=reshard_after_forward)
+    # A lookup's gradient does not read the weight: no second gather.
+    inner.embed_tokens.set_unshard_in_backward(False)
+    for layer in inner.layers:
+        fully_shard(layer, mesh=data_mesh, reshard_after_forward=reshard_after_forward)
+    # Backward begins with these: they stay gathered.
+    fully_shard([inner.norm, model.lm_head], mesh=data_mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=data_mesh)
+    if not overlap:
+        return None
+    reduction = _Reduction(mesh.get_group("replicate") if layout.replicas > 1 else None, lean_reduce_scatter)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(reduction)
+    return reduction
+
+
+def _prefetch(model: LlamaForCausalLM, depth: int, overlap: bool) -> None:
+    """While a group computes, the weights of the next ``depth`` are on their way, forward and backward."""
+    order = [model, model.model.embed_tokens, *model.model.layers, model.lm_head]
+    for i, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + depth])
+    backward = order[:1:-1]  # the embedding is not gathered again
+    for i, module in enumerate(backward):
+        module.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + depth])
+    # Not public (seen in torch 2.13.0). Without it a gather blocks where there are no streams, and is ahead of nothing.
+    model._set_unshard_async_op(overlap)
+
+
+class _Reduction(ReduceScatter):
+    """Means of gradients, started when FSDP2 asks for them and waited for when backward is over.
+
+    FSDP2 makes views of the result and does not read it, in fp32 and without accumulation. Gradients of a group go over
+    the shards, then over the replicas; the second begins when the next group comes by, which is after about one layer
+    of backward and in the same order on all ranks.
+    """
+
+    def __init__(self, replica_group: dist.ProcessGroup | None, lean: bool) -> None:
+        self._replica_group = replica_group
+        self._lean = lean
+        self._scatter: _Scatter | None = None
+        self._replica_works: list[dist.Work] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._end_scatter()
+        self._scatter = _Scatter(output_tensor, input_tensor, group, op, self._lean)
+
+    def finish(self) -> None:
+        self._end_scatter()
+        for work in self._replica_works:
+            work.wait()
+        self._replica_works.clear()
+
+    def _end_scatter(self) -> None:
+        if self._scatter is None:
+            return
+        output = self._scatter.wait()
+        self._scatter = None
+        if self._replica_group is not None:
+            work = dist.all_reduce(output, dist.ReduceOp.AVG, self._replica_group, async_op=True)
+            self._replica_works.append(work)
+
+
+class _Scatter:
+    """One reduce-scatter under way; keeps its buffers alive."""
+
+    def __init__(self, output: Tensor, tensor: Tensor, group: dist.ProcessGroup, op: Any, lean: bool) -> None:
+        self._output = output
+        self._tensor = tensor
+        self._received: Tensor | None = None
+        if lean:
+            if op != dist.ReduceOp.AVG:
+                raise ValueError(f"gradients are averaged, FSDP2 asks for {op}")
+            self._received = torch.empty_like(tensor)
+            self._work = dist.all_to_all_single(self._received, tensor, group=group, async_op=True)
+        else:
+            self._work = dist.reduce_scatter_single(output, tensor, op, group, async_op=True)
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        if self._received is not None:
+            parts = self._received.view(-1, self._output.numel())
+            torch.mean(parts, dim=0, out=self._output)
+        return self._output
