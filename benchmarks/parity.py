@@ -49,7 +49,7 @@ def planted(fault: str, model: nn.Module) -> Iterator[None]:
     """A fault in one layer, for as long as it lasts."""
     saved = (norm.sum_both, loss.count_labels)
     if fault == "norm":  # each shard normalises by its own statistics
-        norm.sum_both = lambda part, collectives, axis, purpose: part * collectives.size(axis)
+        norm.sum_both = lambda part, collectives, axis, *_: part * collectives.size(axis)
     elif fault == "loss":  # the mean over the labels of this rank, not of the global batch
         loss.count_labels = lambda labels, grid, **_: (labels != -100).sum().clamp(min=1)
     elif fault == "sibling-reduce":  # q, k, v and gate, up forget to sum the gradient of their input

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from benchmarks.quickstart import ROOT, script
 MODULES = sorted(m.name for m in pkgutil.walk_packages(ff.__path__, "fourfold."))
 
 
-def run_examples(name: str) -> tuple[int, list[str]]:
+def run_examples(name: str, folder: str) -> tuple[int, list[str]]:
     """The examples of a module on a world of one rank, beside a small parallel model and a batch."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -29,6 +30,7 @@ def run_examples(name: str) -> tuple[int, list[str]]:
         "model": model,
         "ids": ids,
         "items": 14,
+        "folder": Path(folder),
         "config": config,
         "LlamaForCausalLM": LlamaForCausalLM,
     }
@@ -43,10 +45,10 @@ def run_examples(name: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.limit(300)
-def test_every_example_in_a_docstring_runs(pool):
+def test_every_example_in_a_docstring_runs(pool, tmp_path):
     examples = 0
     for name in MODULES:
-        count, said = pool.run(run_examples, 1, name)[0]
+        count, said = pool.run(run_examples, 1, name, str(tmp_path))[0]
         assert not said, "\n".join(said)
         examples += count
     assert examples > 20

@@ -9,6 +9,7 @@ from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.refused import Refused
 from fourfold.parallel.report import Report
 from fourfold.parallel.step_report import StepReport, measure_step
+from fourfold.parallel.timeline import timeline
 from fourfold.parallel.weights import accumulating
 from fourfold.ranks import RankPool
 
@@ -30,4 +31,5 @@ __all__ = [
     "measure_step",
     "on_shards",
     "parallelize",
+    "timeline",
 ]

@@ -378,15 +378,15 @@ class _SumForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose
+        ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str
     ) -> Tensor:
         total = tensor.clone()
-        collectives.all_reduce(total, axis, purpose).wait()
+        collectives.all_reduce(total, axis, purpose, module=module).wait()
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradients[0], None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return gradients[0], None, None, None, None
 
 
 class _SumBackward(torch.autograd.Function):
@@ -394,32 +394,40 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose
+        ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str
     ) -> Tensor:
-        ctx.collectives, ctx.axis, ctx.purpose = collectives, axis, purpose
+        ctx.collectives, ctx.axis, ctx.purpose, ctx.module = collectives, axis, purpose, module
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         # Gradients of parameters are reduced in fp32, whatever the work is done in.
         dtype = torch.float32 if ctx.purpose == "replica" else gradients[0].dtype
         total = gradients[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
-        ctx.collectives.all_reduce(total, ctx.axis, ctx.purpose).wait()
-        return total.to(gradients[0].dtype), None, None, None
+        ctx.collectives.all_reduce(total, ctx.axis, ctx.purpose, module=ctx.module).wait()
+        return total.to(gradients[0].dtype), None, None, None, None
 
 
-def sum_forward(tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose) -> Tensor:
+def sum_forward(
+    tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str = ""
+) -> Tensor:
     if axis is None or collectives.size(axis) == 1:
         return tensor
-    return cast(Tensor, _SumForward.apply(tensor, collectives, axis, purpose))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _SumForward.apply(tensor, collectives, axis, purpose, module))  # type: ignore[no-untyped-call]
 
 
-def sum_backward(tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose) -> Tensor:
+def sum_backward(
+    tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str = ""
+) -> Tensor:
     if axis is None or collectives.size(axis) == 1:
         return tensor
-    return cast(Tensor, _SumBackward.apply(tensor, collectives, axis, purpose))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _SumBackward.apply(tensor, collectives, axis, purpose, module))  # type: ignore[no-untyped-call]
 
 
-def sum_both(tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose) -> Tensor:
+def sum_both(
+    tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str = ""
+) -> Tensor:
     """A sum over sharded features that sharded features are then divided by, as in a norm."""
-    return sum_forward(sum_backward(tensor, collectives, axis, purpose), collectives, axis, purpose)
+    return sum_forward(
+        sum_backward(tensor, collectives, axis, purpose, module), collectives, axis, purpose, module
+    )

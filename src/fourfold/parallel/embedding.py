@@ -52,7 +52,7 @@ class Embedding4D(nn.Module):
             # nn.Embedding gives this row no gradient.
             frozen = input_ids == self.padding_idx
             out = torch.where(frozen.unsqueeze(-1), out.detach(), out)
-        out = sum_forward(out * here.unsqueeze(-1), self.grid.collectives, "x", "activation")
+        out = sum_forward(out * here.unsqueeze(-1), self.grid.collectives, "x", "activation", self.name)
         if self._scale is not None:
             # Rounded to the precision of the work, as Hugging Face's scaled embeddings do.
             out = out * float(torch.tensor(self._scale).to(out.dtype))

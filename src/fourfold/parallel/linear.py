@@ -240,7 +240,7 @@ class Linear4D(nn.Module):
             block = local_weight(self, key)
             if self._kept_rows is not None:
                 # Each x rank uses, and has the gradient of, other rows of the same replicated weight.
-                block = sum_backward(block, self.group.grid.collectives, "x", "replica")
+                block = sum_backward(block, self.group.grid.collectives, "x", "replica", self.name)
                 block = block[self._kept_rows]
             blocks.append(block)
         return blocks
@@ -266,7 +266,7 @@ class Linear4D(nn.Module):
             own, shared = output.split(
                 [output.shape[-1] - self._shared_columns, self._shared_columns], dim=-1
             )
-            shared = sum_backward(shared, self.group.grid.collectives, "x", "activation")
+            shared = sum_backward(shared, self.group.grid.collectives, "x", "activation", self.name)
             output = torch.cat([own, shared], dim=-1)
         if self._dropout is not None:
             self._dropout.enter(self.group.out_axis)

@@ -92,7 +92,7 @@ class Norm4D(nn.Module):
         return self.formula.apply(x, self.features, weight, bias, self._total)
 
     def _total(self, part: Tensor) -> Tensor:
-        return sum_both(part, self.grid.collectives, self.axis, "norm")
+        return sum_both(part, self.grid.collectives, self.axis, "norm", self.name)
 
     def extra_repr(self) -> str:
         return f"{self.features} features over {self.axis}, {self.formula}"
