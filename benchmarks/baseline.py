@@ -8,8 +8,9 @@ model is not modified. It is built to be hard to beat:
   Each linear that takes a tensor of its own reduces the gradient of it: that would be five backward.
 - Between linears everything is a plain tensor: norms, attention and residuals pay no DTensor dispatch. AdamW is fused
   and steps the local shards, which gives the same numbers as on DTensors.
-- FSDP2 relies on streams to run its collectives beside the work, and a CPU has none: stock, each of them blocks. With
-  ``overlap`` gathers are started ahead and gradients are reduced behind backward, as they are on GPUs.
+- FSDP2 relies on streams to run its collectives beside the work, and a CPU has none: as it comes, each of them blocks.
+  Gathers are started ahead by an option of its own; with ``overlap``, which is more than PyTorch has, gradients are
+  reduced behind backward as well, as they are on GPUs.
 - Gloo's reduce-scatter is an all-reduce of which most is thrown away. With ``lean_reduce_scatter`` an all-to-all and a
   local sum take its place, and send half as much.
 """
@@ -199,7 +200,7 @@ def build(
     """An unmodified Llama with the random weights of ``seed``, on the layout's ranks.
 
     Tensor parallelism first, recomputation and data parallelism around it. ``reshard_after_forward=False`` keeps the
-    gathered weights until backward: fewer bytes sent for more memory. With ``overlap=False`` FSDP2 is as it comes.
+    gathered weights until backward: fewer bytes sent for more memory. With ``overlap=False`` all parts are PyTorch's own.
     ``optimizer`` holds options of AdamW; gradients are not accumulated over steps.
     """
     _check(config, layout)
@@ -219,7 +220,7 @@ def build(
     reduction = None
     if layout.shards > 1:
         reduction = _fully_shard(model, mesh, layout, reshard_after_forward, overlap, lean_reduce_scatter)
-        _prefetch(model, prefetch_depth, overlap)
+        _prefetch(model, prefetch_depth)
     elif layout.replicas > 1:
         # FSDP2 with one shard copies every weight in and every gradient out.
         wrapped = DistributedDataParallel(
@@ -348,7 +349,7 @@ def _fully_shard(
     return reduction
 
 
-def _prefetch(model: LlamaForCausalLM, depth: int, overlap: bool) -> None:
+def _prefetch(model: LlamaForCausalLM, depth: int) -> None:
     """While a group computes, the weights of the next ``depth`` are on their way, forward and backward."""
     order = [model, model.model.embed_tokens, *model.model.layers, model.lm_head]
     for i, module in enumerate(order):
@@ -357,7 +358,7 @@ def _prefetch(model: LlamaForCausalLM, depth: int, overlap: bool) -> None:
     for i, module in enumerate(backward):
         module.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + depth])
     # Not public (seen in torch 2.13.0). Without it a gather blocks where there are no streams, and is ahead of nothing.
-    model._set_unshard_async_op(overlap)
+    model._set_unshard_async_op(True)
 
 
 class _Reduction(ReduceScatter):

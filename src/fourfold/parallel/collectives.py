@@ -125,6 +125,8 @@ class Collectives:
         self._unread: list[tuple[_Key, Any, Any]] = []
         self._flights: list[Flight] | None = None
         self._busy_in_waits_s: float | None = None
+        # Who else may work while an activation is in flight; nobody, unless the batch is interleaved.
+        self.while_waiting: Callable[[], None] | None = None
         self._on_gloo = any(dist.get_backend(group) == "gloo" for group in self._groups.values())
 
     def size(self, axis: Axis) -> int:
@@ -176,6 +178,11 @@ class Collectives:
         finally:
             seconds.append(busy_s() - start_s - self._busy_in_waits_s)
             self._busy_in_waits_s = None
+
+    def add_computing(self, seconds: float) -> None:
+        """Another thread computed for this step."""
+        if self._busy_in_waits_s is not None:
+            self._busy_in_waits_s -= seconds
 
     @contextmanager
     def recording(self) -> Iterator[list[Flight]]:
@@ -381,7 +388,10 @@ class _SumForward(torch.autograd.Function):
         ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str
     ) -> Tensor:
         total = tensor.clone()
-        collectives.all_reduce(total, axis, purpose, module=module).wait()
+        pending = collectives.all_reduce(total, axis, purpose, module=module)
+        if purpose == "activation" and collectives.while_waiting is not None:
+            collectives.while_waiting()
+        pending.wait()
         return total
 
     @staticmethod

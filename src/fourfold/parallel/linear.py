@@ -19,7 +19,9 @@ and cost one all-reduce in each direction, or as many as there are chunks.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 
 from fourfold.grid import Axis, Grid
 from fourfold.parallel.collectives import Pending, sum_backward
+from fourfold.parallel.interleave import Lanes
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout
 from fourfold.parallel.weights import local_weight
@@ -40,20 +43,20 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any,
         input: Tensor,
         group: SiblingGroup,
+        flight: _InFlight,
         columns: Sequence[tuple[int, int]],
         widths: Sequence[int],
         transposed: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(input, *weights)
-        ctx.group, ctx.columns, ctx.transposed = group, columns, transposed
+        ctx.group, ctx.flight, ctx.columns, ctx.transposed = group, flight, columns, transposed
         tokens = input.reshape(-1, input.shape[-1])
         # One flat buffer for all outputs, so that one all-reduce serves them all without a copy.
         flat = tokens.new_empty(tokens.shape[0] * sum(widths))
         outputs = [
             part.view(tokens.shape[0], -1) for part in flat.split([tokens.shape[0] * w for w in widths])
         ]
-        pending = []
         for piece, rows_of_output in group.chunks(flat, outputs):
             for weight, (output, column) in zip(weights, columns, strict=True):
                 rows = rows_of_output.get(output)
@@ -61,9 +64,7 @@ class _LinearFunction(torch.autograd.Function):
                     out_by_in = weight.t() if transposed else weight
                     out = outputs[output][rows].narrow(1, column, out_by_in.shape[0])
                     torch.mm(tokens[rows], out_by_in.t(), out=out)
-            pending.append(group.all_reduce(piece, group.in_axis))
-        for chunk in pending:
-            chunk.wait()
+            flight.outputs.append(group.all_reduce(piece, group.in_axis))
         # `.data`: the outputs share storage but are independent tensors, so that a model may change one in place.
         return tuple(o.view(*input.shape[:-1], o.shape[-1]).data for o in outputs)
 
@@ -81,7 +82,6 @@ class _LinearFunction(torch.autograd.Function):
             used.append((i, weight, gradient.reshape(tokens.shape[0], -1).narrow(1, column, width)))
 
         input_gradient: Tensor | None = None
-        pending = None
         if ctx.needs_input_grad[0] and used:
             for _, weight, gradient in used:
                 out_by_in = weight.t() if ctx.transposed else weight
@@ -90,19 +90,53 @@ class _LinearFunction(torch.autograd.Function):
                 else:
                     input_gradient.addmm_(gradient, out_by_in)
             assert input_gradient is not None
-            pending = group.all_reduce(input_gradient, group.out_axis)
+            ctx.flight.input_gradient = group.all_reduce(input_gradient, group.out_axis)
             if not group.overlap.backward:
-                pending.wait()
+                ctx.flight.input_gradient.wait()
 
         weight_gradients: list[Tensor | None] = [None] * len(weights)
         for i, _, gradient in used:
-            if ctx.needs_input_grad[5 + i]:
+            if ctx.needs_input_grad[6 + i]:
                 weight_gradients[i] = tokens.t() @ gradient if ctx.transposed else gradient.t() @ tokens
-        if pending is not None:
-            pending.wait()
         if input_gradient is not None:
             input_gradient = input_gradient.view(input.shape)
-        return (input_gradient, None, None, None, None, *weight_gradients)
+        return (input_gradient, None, None, None, None, None, *weight_gradients)
+
+
+@dataclass
+class _InFlight:
+    """The all-reduces of one call of a group: each is waited for by the first who reads its result."""
+
+    outputs: list[Pending] = field(default_factory=list)
+    input_gradient: Pending | None = None
+
+
+class _Arrived(torch.autograd.Function):
+    """Stands before the linear, so after it in backward: there the gradient of the input has to be complete.
+
+    In between autograd hands the weights' gradients on, whose own communication so begins before this wait.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, flight: _InFlight) -> Tensor:
+        ctx.flight = flight
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.flight.input_gradient is not None:
+            ctx.flight.input_gradient.wait()
+            ctx.flight.input_gradient = None
+        return gradients[0], None
+
+
+class _Ready(threading.local):
+    """Results that wait for their siblings' calls; for each thread, because lanes are threads."""
+
+    def __init__(self) -> None:
+        self.input: Tensor | None = None
+        self.version = -1
+        self.results: dict[int, Tensor] = {}
 
 
 class SiblingGroup:
@@ -115,29 +149,30 @@ class SiblingGroup:
     def __init__(self, grid: Grid, in_axis: Axis | None, out_axis: Axis | None, overlap: Overlap) -> None:
         self.grid, self.in_axis, self.out_axis, self.overlap = grid, in_axis, out_axis, overlap
         self.members: list[Linear4D] = []
-        self._input: Tensor | None = None
-        self._version = -1
-        self._ready: dict[int, Tensor] = {}
-        self._settled = False
+        # Set where the halves of a batch take turns.
+        self.lanes: Lanes | None = None
+        self._mine = _Ready()
+        self.settled = False
 
     def __call__(self, member: Linear4D, input: Tensor) -> Tensor:
         if input.is_inference():
             # Such a tensor has no version that would tell whether it changed since a sibling read it.
             return self._compute(input, [member])[0]
-        same = self._input is input and self._version == input._version
-        if same and id(member) in self._ready:
-            output = self._ready.pop(id(member))
-            if not self._ready:
-                self._input = None
+        mine = self._mine
+        same = mine.input is input and mine.version == input._version
+        if same and id(member) in mine.results:
+            output = mine.results.pop(id(member))
+            if not mine.results:
+                mine.input = None
             return output
-        if self._ready and not self._settled and self._input is not input:
+        if mine.results and not self.settled and mine.input is not input:
             self._split(member)
             if member.group is not self:
                 return member.group(member, input)
         outputs = self._compute(input, self.members)
-        self._ready = {id(m): o for m, o in zip(self.members, outputs, strict=True)}
-        self._input, self._version = (input, input._version) if len(self.members) > 1 else (None, -1)
-        output = self._ready.pop(id(member))
+        mine.results = {id(m): o for m, o in zip(self.members, outputs, strict=True)}
+        mine.input, mine.version = (input, input._version) if len(self.members) > 1 else (None, -1)
+        output = mine.results.pop(id(member))
         return output
 
     def all_reduce(self, tensor: Tensor, axis: Axis | None) -> Pending:
@@ -159,27 +194,29 @@ class SiblingGroup:
 
     def settle(self) -> None:
         """A forward is over. After the first, who was never asked for leaves; after any, nothing is kept."""
+        mine = self._mine
         if not torch.is_inference_mode_enabled():
-            if not self._settled and self._ready:
-                for other in [m for m in self.members if id(m) in self._ready]:
+            if not self.settled and mine.results:
+                for other in [m for m in self.members if id(m) in mine.results]:
                     self._leave(other)
-            self._settled = True
-        self._ready, self._input = {}, None
+            self.settled = True
+        mine.results, mine.input = {}, None
 
     def _split(self, member: Linear4D) -> None:
         """``member`` reads another input than the one whose results still wait."""
-        if id(member) in self._ready:
+        mine = self._mine
+        if id(member) in mine.results:
             self._leave(member)
         else:
             # It was served from the old input and now asks again: a new pass, in which the waiting never asked.
-            for other in [m for m in self.members if id(m) in self._ready]:
+            for other in [m for m in self.members if id(m) in mine.results]:
                 self._leave(other)
 
     def _leave(self, member: Linear4D) -> None:
         self.members.remove(member)
-        self._ready.pop(id(member), None)
+        self._mine.results.pop(id(member), None)
         alone = SiblingGroup(self.grid, self.in_axis, self.out_axis, self.overlap)
-        alone.members, alone._settled = [member], True
+        alone.members, alone.settled, alone.lanes = [member], True, self.lanes
         member.group = alone
 
     def _compute(self, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
@@ -195,7 +232,17 @@ class SiblingGroup:
                 columns.append((output, column))
                 column += weight.shape[1 if transposed else 0]
             widths.append(column)
-        outputs = _LinearFunction.apply(input, self, columns, widths, transposed, *weights)  # type: ignore[no-untyped-call]
+        flight = _InFlight()
+        if self.grid.size(self.out_axis) > 1:
+            input = _Arrived.apply(input, flight)  # type: ignore[no-untyped-call]
+            if self.lanes is not None:
+                self.lanes.begin_section()
+        outputs = _LinearFunction.apply(input, self, flight, columns, widths, transposed, *weights)  # type: ignore[no-untyped-call]
+        if self.lanes is not None and self.grid.size(self.in_axis) > 1:
+            self.lanes.pass_on()
+        for pending in flight.outputs:
+            pending.wait()
+        flight.outputs.clear()
         return cast(tuple[Tensor, ...], outputs)
 
 

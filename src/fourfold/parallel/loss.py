@@ -5,6 +5,7 @@ Only two vectors of one number a token go over x: the maximum, then the sum of e
 
 from __future__ import annotations
 
+import threading
 from typing import Any, cast
 
 import torch
@@ -165,7 +166,8 @@ class LossGuard:
 
     def __init__(self, model: str, grid: Grid, vocab_size: int | None, stock: str) -> None:
         self._model, self._grid, self._vocab_size, self._stock = model, grid, vocab_size, stock
-        self._given: tuple[Tensor, int] | None = None
+        # By thread: the halves of an interleaved batch are in the model at the same time.
+        self._given: dict[int, tuple[Tensor, int]] = {}
 
     def __call__(
         self,
@@ -200,19 +202,19 @@ class LossGuard:
             ignore_index=ignore_index,
             num_items=num_items_in_batch,
         )
-        self._given = (loss, _version(loss))
+        self._given[threading.get_ident()] = (loss, _version(loss))
         return loss
 
     def expect(self) -> None:
         """A forward begins."""
-        self._given = None
+        self._given.pop(threading.get_ident(), None)
 
     def check(self, output: Any) -> None:
         """A forward is over: if it gave a loss, it has to be the one that came from here, unchanged."""
         loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.ndim > 0:
             return
-        given, self._given = self._given, None
+        given = self._given.pop(threading.get_ident(), None)
         if given is None or given[0] is not loss or given[1] != _version(loss):
             raise Refused(
                 f"{self._model} computes a loss of its own, or adds to it (an auxiliary loss of a router), which would be "
@@ -227,7 +229,7 @@ def _version(tensor: Tensor) -> int:
 
 def guard_loss(model: torch.nn.Module, grid: Grid, vocab_size: int | None) -> LossGuard | None:
     """Put the exact loss in the place of the model's own; nothing to do where neither batch nor vocabulary is cut."""
-    if grid.batch_ranks * grid.x == 1:
+    if grid.batch_ranks * grid.x * grid.y == 1:
         return None
     stock: Any = getattr(model, "loss_function", None)
     guard = LossGuard(

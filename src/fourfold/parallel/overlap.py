@@ -35,6 +35,9 @@ class Overlap:
     # The all-reduce of an output, in this many parts of the tokens, each behind the next part's matmul.
     forward_chunks: int | Literal["auto"] = "auto"
 
+    # The halves of this rank's sequences take turns, so that one computes while an all-reduce of the other's is in flight.
+    interleave: bool | Literal["auto"] = "auto"
+
     def __post_init__(self) -> None:
         for name in ("prefetch", "bundle_bytes", "keep_bytes", "in_flight_bytes"):
             value = getattr(self, name)
@@ -56,4 +59,4 @@ class Overlap:
     @staticmethod
     def none() -> Overlap:
         """Every collective is waited for where it starts."""
-        return Overlap(prefetch=0, gradients=False, backward=False, forward_chunks=1)
+        return Overlap(prefetch=0, gradients=False, backward=False, forward_chunks=1, interleave=False)

@@ -15,6 +15,7 @@ from fourfold.grid import Grid
 from fourfold.parallel.checkpoint_files import CheckpointFiles
 from fourfold.parallel.forward import Inside, wrap_block, wrap_model
 from fourfold.parallel.initialize import record_initialization, restore_buffers
+from fourfold.parallel.interleave import Lanes, interleave, why_not
 from fourfold.parallel.loss import guard_loss
 from fourfold.parallel.materialise import initialise_shards, load_shards
 from fourfold.parallel.overlap import Overlap
@@ -85,12 +86,26 @@ def parallelize(
         wrap_block(block, inside, dropout, recomputed=activation_checkpointing == "full")
     wrap_model(model, inside, swapped.groups, dropout, guard)
 
-    # 5. Weights on z and data.
+    # 5. The halves of a batch take turns, where activations are sent.
+    lanes = Lanes(grid)
+    one_piece = why_not(overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None)
+    if one_piece is None:
+        interleave(model, lanes, swapped.groups)
+
+    # 6. Weights on z and data.
     shard_weights(
-        model, grid, blocks, precision, weights, overlap, embedding=swapped.embedding, head=swapped.head
+        model,
+        grid,
+        blocks,
+        precision,
+        weights,
+        overlap,
+        lanes=lanes.count,
+        embedding=swapped.embedding,
+        head=swapped.head,
     )
 
-    # 6. Numbers for the shards of a model that was built on meta, or that a checkpoint has.
+    # 7. Numbers for the shards of a model that was built on meta, or that a checkpoint has.
     with CheckpointFiles(checkpoint) if checkpoint is not None else nullcontext() as files:
         if on_meta:
             model.to_empty(device=grid.device)
@@ -113,6 +128,8 @@ def parallelize(
         f"weights: {weights} ({why_weights}) over z={grid.z}, gradients summed over data={grid.data}, {precision}"
     )
     notes.append(f"activation checkpointing: {activation_checkpointing}, {len(blocks)} blocks")
+    halves = "take turns" if one_piece is None else f"do not take turns ({one_piece})"
+    notes.append(f"interleaving: the halves of a batch {halves}")
     if dropout is not None:
         notes.append("dropout: equal where activations are replicated, independent where they are cut")
     return Report(model_name, grid, rows, tuple(notes), swapped.layouts)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -42,10 +42,16 @@ class StreamedWeights:
     """All weights of a model, and who is in flight."""
 
     def __init__(
-        self, model: nn.Module, grid: Grid, blocks: Sequence[nn.Module], dtype: torch.dtype, overlap: Overlap
+        self,
+        model: nn.Module,
+        grid: Grid,
+        blocks: Sequence[nn.Module],
+        dtype: torch.dtype,
+        overlap: Overlap,
+        lanes: Callable[[], int],
     ) -> None:
         self._grid, self._collectives = grid, grid.collectives
-        self._overlap = overlap
+        self._overlap, self._lanes = overlap, lanes
         self._weights = _shard(model, grid, blocks, dtype, overlap.bundle_bytes)
         self._by_place = {place: w for w in self._weights for place in w.places}
         self._small = [w for w in self._weights if w.is_small and not w.is_alias]
@@ -125,7 +131,8 @@ class StreamedWeights:
                     if isinstance(tensor, Tensor) and tensor.requires_grad:
                         tensor.register_hook(before_backward)
             for weight in weights:
-                if not self._needed_soon(weight):
+                weight.passes += 1
+                if weight.passes == self._lanes() and not self._needed_soon(weight):
                     weight.release()
 
         def before_backward(gradient: Tensor) -> None:
@@ -374,7 +381,8 @@ class _Weight:
         # Whole on each rank and in the precision of the work: the shard is the block.
         self.is_alias = grid.z == 1 and dtype == torch.float32
         self.pending: Pending | None = None
-        self._owner: StreamedWeights | None = None
+        # How many lanes have used it since it was gathered.
+        self.passes = 0
         self._block: Tensor | None = None
         self._flat: Tensor | None = None
         self._hooked = False
@@ -437,6 +445,7 @@ class _Weight:
         if self._flat is not None and self._gathered:
             self._flat.untyped_storage().resize_(0)
         self._gathered = False
+        self.passes = 0
 
     def block(self) -> Tensor:
         """The tensor that forward reads: a leaf, whose gradient comes back here."""

@@ -7,7 +7,7 @@ Two ways, behind one seam: `fsdp2`, PyTorch's own, and `streamed`, our own sched
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, cast
 
@@ -54,17 +54,19 @@ def shard_weights(
     weights: Weights,
     overlap: Overlap,
     *,
+    lanes: Callable[[], int],
     embedding: nn.Module | None = None,
     head: nn.Module | None = None,
 ) -> None:
     """Cut every parameter over z.
 
     Master weights and the reduction of gradients are fp32 in either precision; in bf16 the gathered weights, and so
-    the work, are bf16. ``embedding`` and ``head`` are those that are not tied.
+    the work, are bf16. ``lanes`` says how many parts of the batch are in the model at this moment; ``embedding`` and
+    ``head`` are those that are not tied.
     """
     if weights == "streamed":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        model.__dict__["_streamed"] = StreamedWeights(model, grid, blocks, dtype, overlap)
+        model.__dict__["_streamed"] = StreamedWeights(model, grid, blocks, dtype, overlap, lanes)
     else:
         _fully_shard(model, grid, blocks, precision, embedding=embedding, head=head)
 

@@ -1,0 +1,279 @@
+"""Two halves of a batch take turns: while the all-reduce of one is in flight, the other computes.
+
+A linear's own matmuls are often shorter than the all-reduce behind them; then chunks and weight gradients cannot hide it.
+The work of the other half of the sequences can. Each half, a *lane*, runs the model's own forward in a thread of its
+own; only one of the two runs at a time, and they change where the running one would wait for an activation. So the
+order of collectives is the same on all ranks, and on CUDA all kernels are in one stream.
+
+Backward is one pass over both graphs. Autograd takes, of what is ready, the node that was made last, by a number that
+each thread counts for itself. A *section* reaches from one linear with a backward all-reduce to the next; the lanes'
+numbers are set so that backward runs the section of one lane, then the same section of the other, while the all-reduce
+that ended the first is in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+# Counts the nodes that this thread made; there is no public name for it (torch 2.13.0).
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from fourfold.grid import Grid
+from fourfold.parallel.clock import busy_s
+from fourfold.parallel.loss import count_labels
+from fourfold.parallel.overlap import Overlap
+
+LANES = 2
+# Arguments of a Hugging Face causal LM that have a row for each sequence.
+_BY_ROW = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "labels",
+    "shift_labels",
+)
+
+
+def why_not(overlap: Overlap, grid: Grid, *, streamed: bool, uses_dropout: bool) -> str | None:
+    """Why a batch goes through in one piece; None if its halves take turns."""
+    if grid.x * grid.y == 1:
+        return "no activation is sent"
+    if not streamed:
+        return "FSDP2 takes one forward at a time; use weights='streamed'"
+    if uses_dropout:
+        return "the halves would draw each other's random numbers; use a dropout of 0"
+    if overlap.interleave == "auto" and grid.device.type == "cuda":
+        return "auto: not measured on CUDA yet; use Overlap(interleave=True)"
+    if overlap.interleave is False:
+        return "asked for"
+    return None
+
+
+class Group(Protocol):
+    """What takes part: linears that send activations (`linear.SiblingGroup`)."""
+
+    lanes: Lanes | None
+    settled: bool
+
+
+def interleave(model: nn.Module, lanes: Lanes, groups: Sequence[Group]) -> None:
+    """Let ``model`` compute the two halves of its batch in turns.
+
+    The first forward, in which it shows who are siblings, and whatever cannot be halved by its rows (one sequence, an
+    unknown argument) go through in one piece.
+    """
+    inner = model.forward
+    for group in groups:
+        group.lanes = lanes
+    lanes.grid.collectives.while_waiting = lanes.pass_on
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        settled = all(group.settled for group in groups)
+        halves = _halve(args, kwargs, lanes.grid) if settled else None
+        if halves is None:
+            return inner(*args, **kwargs)
+        return _join(lanes.run([functools.partial(inner, **half) for half in halves]))
+
+    model.forward = forward
+
+
+class Lanes:
+    """Two threads, of which one runs at a time."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._workers: list[_Worker] = []
+        self._turn: _Turn | None = None
+        # Autograd's numbers: the highest in use, and how many a section has at most.
+        self._highest, self._longest = 0, 128
+
+    def count(self) -> int:
+        """How many are in the model at this moment."""
+        return 1 if self._turn is None else LANES
+
+    def run(self, lanes: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What the lanes return. If one fails, its error is raised when the other has stopped."""
+        if _get_current_dispatch_mode() is not None:
+            # Modes (that of fake tensors, a counter of FLOPs) belong to this thread: the lanes run one after the other.
+            return [lane() for lane in lanes]
+        if not self._workers:
+            self._workers = [_Worker() for _ in range(LANES)]
+        turn = self._turn = _Turn(first_number=self._highest, gap=self._longest + 1)
+        state = _ThreadState(self.grid.device)
+        finished = [
+            worker.start(functools.partial(self._run_lane, turn, i, lane, state))
+            for i, (worker, lane) in enumerate(zip(self._workers, lanes, strict=True))
+        ]
+        turn.go[0].release()
+        for event in finished:
+            event.wait()
+        self._turn = None
+        self._longest = max(self._longest, turn.longest)
+        if turn.error is not None:
+            raise turn.error
+        return turn.results
+
+    def _run_lane(self, turn: _Turn, lane: int, work: Callable[[], Any], state: _ThreadState) -> None:
+        turn.go[lane].acquire()
+        busy_before_s = busy_s()
+        turn.lane_of[threading.get_ident()] = lane
+        try:
+            with state.entered():
+                turn.section_start[lane] = _get_sequence_nr()
+                self.begin_section()
+                turn.results[lane] = work()
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            turn.error = turn.error or error
+        finally:
+            self.grid.collectives.add_computing(busy_s() - busy_before_s)
+            self._highest = max(self._highest, _get_sequence_nr())
+            turn.over[lane] = True
+            turn.go[1 - lane].release()
+
+    def pass_on(self) -> None:
+        """This lane would wait now: it is the other one's turn, until that would wait or is over."""
+        turn = self._turn
+        lane = None if turn is None else turn.lane_of.get(threading.get_ident())
+        if turn is None or lane is None or turn.over[1 - lane]:
+            return
+        turn.go[1 - lane].release()
+        turn.go[lane].acquire()
+        if turn.error is not None:
+            raise _Abandoned
+
+    def begin_section(self) -> None:
+        """What this lane makes from here on runs, in backward, apart from the other lane's part of the section."""
+        turn = self._turn
+        lane = None if turn is None else turn.lane_of.get(threading.get_ident())
+        if turn is None or lane is None or not torch.is_grad_enabled():
+            return
+        turn.longest = max(turn.longest, _get_sequence_nr() - turn.section_start[lane])
+        number = turn.first_number + (LANES * turn.section[lane] + lane) * turn.gap
+        turn.section[lane] += 1
+        # The counter only moves when a node is made.
+        while _get_sequence_nr() < number:
+            _PROBE.view_as(_PROBE)
+        turn.section_start[lane] = _get_sequence_nr()
+
+
+_PROBE = torch.zeros((), requires_grad=True)
+
+
+@dataclass
+class _Turn:
+    """One forward of both lanes."""
+
+    first_number: int
+    gap: int
+    go: list[threading.Semaphore] = field(
+        default_factory=lambda: [threading.Semaphore(0) for _ in range(LANES)]
+    )
+    lane_of: dict[int, int] = field(default_factory=dict)  # by thread
+    over: list[bool] = field(default_factory=lambda: [False] * LANES)
+    results: list[Any] = field(default_factory=lambda: [None] * LANES)
+    error: BaseException | None = None
+    section: list[int] = field(default_factory=lambda: [0] * LANES)
+    section_start: list[int] = field(default_factory=lambda: [0] * LANES)
+    longest: int = 0
+
+
+class _Abandoned(Exception):
+    """The other lane failed."""
+
+
+class _Worker:
+    """A thread that stays: the numbers it gives to autograd's nodes go on from forward to forward."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def start(self, task: Callable[[], None]) -> threading.Event:
+        finished = threading.Event()
+        self._tasks.put((task, finished))
+        return finished
+
+    def _work(self) -> None:
+        while True:
+            task, finished = self._tasks.get()
+            task()
+            del task  # it holds the batch and the results
+            finished.set()
+
+
+class _ThreadState:
+    """What PyTorch keeps for each thread, as it is in this one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        kind = device.type
+        self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        self._stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._stream is not None:
+                stack.enter_context(torch.cuda.stream(self._stream))
+            stack.enter_context(torch.inference_mode(self._inference))
+            if not self._inference:
+                stack.enter_context(torch.set_grad_enabled(self._grad))
+            if self._autocast is not None:
+                stack.enter_context(torch.autocast(self._autocast[0], self._autocast[1]))
+            yield
+
+
+def _halve(args: tuple[Any, ...], kwargs: dict[str, Any], grid: Grid) -> list[dict[str, Any]] | None:
+    """The arguments of each lane; None where the batch cannot be halved."""
+    if len(args) > 1:
+        return None
+    given = {"input_ids": args[0], **kwargs} if args else dict(kwargs)
+    batch = given.get("input_ids")
+    batch = given.get("inputs_embeds") if batch is None else batch
+    if not isinstance(batch, Tensor) or batch.shape[0] < LANES:
+        return None
+    by_row = {}
+    for name, value in given.items():
+        if isinstance(value, Tensor) and name != "num_items_in_batch":
+            if name not in _BY_ROW:
+                return None
+            if value.shape[0] == batch.shape[0]:
+                by_row[name] = value.chunk(LANES)
+    labels: Any
+    shifted: Any
+    labels, shifted = given.get("labels"), given.get("shift_labels")
+    if given.get("num_items_in_batch") is None and (labels is not None or shifted is not None):
+        # The mean over the global batch, not over a half of it.
+        shift = shifted is None
+        given["num_items_in_batch"] = count_labels(labels if shift else shifted, grid, shift=shift)
+    return [{**given, **{name: halves[i] for name, halves in by_row.items()}} for i in range(LANES)]
+
+
+def _join(outputs: list[Any]) -> Any:
+    """One output of the lanes' two: rows after rows, and the sum of the losses."""
+    leaves, structure = tree_flatten(outputs[0])
+    joined = []
+    for first, second in zip(leaves, tree_leaves(outputs[1]), strict=True):
+        if not isinstance(first, Tensor):
+            joined.append(first)
+        elif first.ndim == 0:
+            joined.append(first + second)
+        else:
+            joined.append(torch.cat([first, second]))
+    return tree_unflatten(joined, structure)
