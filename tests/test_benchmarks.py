@@ -1,8 +1,11 @@
 """Small versions of the benchmarks: what they promise holds, and a planted fault makes them fail."""
 
+import json
+
 import pytest
 
-from benchmarks import families, memory, parity, traffic
+from benchmarks import cluster, engine, families, measure, memory, overlap, parity, traffic
+from fourfold.grid import Grid
 from fourfold.selftest import KINDS, Errors, grids_of
 
 
@@ -70,3 +73,59 @@ def test_the_self_test_cuts_every_axis():
         assert shapes
         assert all(d * z * y * x == ranks for d, z, y, x in shapes)
     assert {axis for shape in grids_of(8) for axis in range(4) if shape[axis] > 1} == {0, 1, 2, 3}
+
+
+SMALL = measure.llama(hidden=64, layers=2, heads=4, vocabulary=128)
+
+
+@pytest.mark.parametrize("part", [p for p, (_, hosts, _, _) in engine.PARTS.items() if hosts == 1])
+def test_each_part_of_the_engine_benchmark_is_measured(pool, part):
+    ranks = engine.PARTS[part][0]
+    result = pool.run(engine.measure, ranks, part, SMALL, 4, 16, 3)[0]
+    assert {"ours", "theirs"} <= set(result["times"])
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in result["times"].values())
+
+
+needs_cluster = pytest.mark.skipif(cluster.why_not() is not None, reason=str(cluster.why_not()))
+TINY = ["--hidden", "64", "--layers", "1", "--sequences", "4", "--length", "32", "--rounds", "3"]
+
+
+@needs_cluster
+@pytest.mark.parametrize("axis", ["x", "z"])
+def test_overlap_is_measured_and_drawn(axis, tmp_path, capsys):
+    figure, trace = tmp_path / "overlap.png", tmp_path / "trace.json"
+    arguments = ["--axes", axis, *TINY, "--figure", str(figure), "--timeline", str(trace)]
+    assert overlap.main(arguments) in (0, 1)  # so small a model proves nothing about the bar
+    said = capsys.readouterr().out
+    assert all(name in said for name in overlap.VARIANTS[axis])
+    assert figure.stat().st_size > 10_000
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@needs_cluster
+def test_steps_between_hosts_are_measured_at_the_balanced_rate(capsys):
+    assert engine.main(["--only", "d-z2-hosts", *TINY]) in (0, 1)
+    assert "Mbit/s" in capsys.readouterr().out
+
+
+def test_computation_and_communication_alone_are_what_they_say(pool):
+    for compute_calls, replayed, step in pool.run(count_alone, 4):
+        assert compute_calls == 0
+        assert replayed == step
+
+
+def count_alone():
+    """Calls of a step with nothing sent, and (axis, kind, calls, bytes) of a replay and of the step itself."""
+    grid = Grid.create((1, 2, 1, 2))
+    step = measure.stepper(measure.build(SMALL, grid), measure.batch(SMALL, 4, 16)[grid.local_rows(4)])
+    for _ in range(3):
+        step()
+    with measure.silent(), grid.collectives.counting() as silent:
+        step()
+    flights = measure.record(step, grid)
+    accounts = []
+    for work in (measure.replay(flights, grid), step):
+        with grid.collectives.counting() as entries:
+            work()
+        accounts.append([(e.axis, e.kind, e.purpose, e.calls, e.payload_bytes) for e in entries])
+    return sum(e.calls for e in silent), *accounts
