@@ -23,6 +23,8 @@ from tests.models import (
 )
 
 Shape = tuple[int, int, int, int]
+# So small a bundle that the matrices of these small models have collectives of their own.
+OVERLAP = ff.Overlap(bundle_bytes=1024)
 
 
 def stock_step(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[float, dict[str, Tensor]]:
@@ -42,13 +44,15 @@ def traffic(entries: list[Any]) -> dict[str, int]:
     return total
 
 
-def bf16_step(shape: Shape, kind: str, watched: str) -> dict[str, Any]:
+def bf16_step(shape: Shape, kind: str, watched: str, weights: Any) -> dict[str, Any]:
     ids, labels = batch(8)
     exact_loss, exact = stock_step(build(kind), ids, labels)
     rough_loss, rough = stock_step(build(kind).to(torch.bfloat16), ids, labels)
 
     model, grid = build(kind), Grid.create(shape)
-    report = ff.parallelize(model, grid, precision="bf16")
+    # The same weights share a collective as in fp32.
+    overlap = ff.Overlap(bundle_bytes=OVERLAP.bundle_bytes // 2)
+    report = ff.parallelize(model, grid, precision="bf16", weights=weights, overlap=overlap)
     seen: dict[str, torch.dtype] = {}
 
     def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -63,7 +67,7 @@ def bf16_step(shape: Shape, kind: str, watched: str) -> dict[str, Any]:
         loss.backward()
     ours = local_gradients(model)
     wide_model = build(kind)
-    ff.parallelize(wide_model, grid, precision="fp32")
+    ff.parallelize(wide_model, grid, precision="fp32", weights=weights, overlap=OVERLAP)
     with grid.collectives.counting() as wide_entries:
         wide_model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
     errors = torch.zeros(3, dtype=torch.float64)
@@ -89,16 +93,17 @@ def bf16_step(shape: Shape, kind: str, watched: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "watched"),
+    ("kind", "shape", "watched", "weights"),
     [
-        ("llama", (1, 2, 2, 2), "model.layers.0.mlp.gate_proj"),
-        ("gpt2", (2, 2, 1, 2), "transformer.h.0.attn.c_attn"),
+        ("llama", (1, 2, 2, 2), "model.layers.0.mlp.gate_proj", "streamed"),
+        ("gpt2", (2, 2, 1, 2), "transformer.h.0.attn.c_attn", "streamed"),
+        ("gpt2", (2, 2, 1, 2), "transformer.h.0.attn.c_attn", "fsdp2"),
     ],
 )
 def test_bf16_computes_in_bf16_and_keeps_everything_in_fp32(
-    pool: RankPool, kind: str, shape: Shape, watched: str
+    pool: RankPool, kind: str, shape: Shape, watched: str, weights: str
 ) -> None:
-    for seen in pool.run(bf16_step, 8, shape, kind, watched):
+    for seen in pool.run(bf16_step, 8, shape, kind, watched, weights):
         assert set(seen["seen"].values()) == {torch.bfloat16}
         assert seen["stored"] == {torch.float32}
         assert seen["states"] > 0
@@ -121,7 +126,7 @@ def gradient_traffic(entries: list[Any]) -> dict[tuple[str, str], tuple[int, int
 FEW_SHAPES = {"llama": {"intermediate_size": 32, "num_key_value_heads": 4}, "gpt2": {"n_inner": 32}}
 
 
-def accumulate(shape: Shape, kind: str) -> tuple[dict[Any, Any], dict[Any, Any]]:
+def accumulate(shape: Shape, kind: str, weights: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
     micro_batches = [batch(8, seed=seed) for seed in (5, 6, 7)]
     micro_batches[1][1][:, :9] = -100  # the second counts far fewer labels than the others
     ids = torch.cat([i for i, _ in micro_batches])
@@ -129,7 +134,7 @@ def accumulate(shape: Shape, kind: str) -> tuple[dict[Any, Any], dict[Any, Any]]
     expected_loss, expected = stock_step(build(kind, **FEW_SHAPES[kind]), ids, labels)
 
     model, grid = build(kind, **FEW_SHAPES[kind]), Grid.create(shape)
-    report = ff.parallelize(model, grid)
+    report = ff.parallelize(model, grid, weights=weights, overlap=OVERLAP)
     items = int((labels[:, 1:] != -100).sum())
     rows = grid.local_rows(8)
 
@@ -157,11 +162,18 @@ def accumulate(shape: Shape, kind: str) -> tuple[dict[Any, Any], dict[Any, Any]]
     return gradient_traffic(once), gradient_traffic(entries)
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("llama", (2, 2, 1, 2)), ("gpt2", (1, 2, 2, 1))])
+@pytest.mark.parametrize(
+    ("kind", "shape", "weights"),
+    [
+        ("llama", (2, 2, 1, 2), "streamed"),
+        ("llama", (2, 2, 1, 1), "fsdp2"),
+        ("gpt2", (1, 2, 2, 1), "streamed"),
+    ],
+)
 def test_accumulated_gradients_are_those_of_one_batch_and_travel_once(
-    pool: RankPool, kind: str, shape: Shape
+    pool: RankPool, kind: str, shape: Shape, weights: str
 ) -> None:
-    for once, accumulated in pool.run(accumulate, math.prod(shape), shape, kind):
+    for once, accumulated in pool.run(accumulate, math.prod(shape), shape, kind, weights):
         assert accumulated == once
         assert bool(once.get(("data", "all_reduce"))) == (shape[0] > 1)
         assert bool(once.get(("z", "reduce_scatter"))) == (shape[1] > 1)
@@ -170,9 +182,11 @@ def test_accumulated_gradients_are_those_of_one_batch_and_travel_once(
 # -- recomputation ------------------------------------------------------------------------------------------------------
 
 
-def step_and_saved_bytes(grid: Grid, kind: str, checkpointing: Any) -> tuple[float, dict[str, Tensor], int]:
+def step_and_saved_bytes(
+    grid: Grid, kind: str, checkpointing: Any, weights: Any
+) -> tuple[float, dict[str, Tensor], int]:
     model = build(kind)
-    ff.parallelize(model, grid, activation_checkpointing=checkpointing)
+    ff.parallelize(model, grid, activation_checkpointing=checkpointing, weights=weights, overlap=OVERLAP)
     ids, labels = batch(8)
     rows = grid.local_rows(len(ids))
     saved = 0
@@ -188,28 +202,29 @@ def step_and_saved_bytes(grid: Grid, kind: str, checkpointing: Any) -> tuple[flo
     return loss.item(), local_gradients(model), saved
 
 
-def recompute(shape: Shape, kind: str) -> tuple[int, int]:
+def recompute(shape: Shape, kind: str, weights: Any) -> tuple[int, int]:
     grid = Grid.create(shape)
-    loss, expected, saved = step_and_saved_bytes(grid, kind, "none")
-    loss_again, recomputed, saved_less = step_and_saved_bytes(grid, kind, "full")
+    loss, expected, saved = step_and_saved_bytes(grid, kind, "none", weights)
+    loss_again, recomputed, saved_less = step_and_saved_bytes(grid, kind, "full", weights)
     assert loss_again == loss
     for name, gradient in recomputed.items():
         torch.testing.assert_close(gradient, expected[name], rtol=0.0, atol=0.0)
     return saved, saved_less
 
 
+@pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
 @pytest.mark.parametrize(("kind", "shape"), [("llama", (1, 2, 2, 2)), ("gpt2", (2, 2, 1, 2))])
 def test_recomputation_changes_memory_and_not_a_bit_of_the_gradient(
-    pool: RankPool, kind: str, shape: Shape
+    pool: RankPool, kind: str, shape: Shape, weights: str
 ) -> None:
-    for saved, saved_less in pool.run(recompute, 8, shape, kind):
+    for saved, saved_less in pool.run(recompute, 8, shape, kind, weights):
         assert saved_less < saved / 2
 
 
 # -- clipping -----------------------------------------------------------------------------------------------------------
 
 
-def clip(shape: Shape, kind: str, changes: dict[str, Any]) -> None:
+def clip(shape: Shape, kind: str, changes: dict[str, Any], weights: Any) -> None:
     ids, labels = batch(8)
     stock = build(kind, **changes)
     _, unclipped = stock_step(stock, ids, labels)
@@ -218,7 +233,7 @@ def clip(shape: Shape, kind: str, changes: dict[str, Any]) -> None:
     assert expected_norm > 0.2
 
     model, grid = build(kind, **changes), Grid.create(shape)
-    report = ff.parallelize(model, grid)
+    report = ff.parallelize(model, grid, weights=weights, overlap=OVERLAP)
     rows = grid.local_rows(len(ids))
     model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
     norm = ff.clip_grad_norm_(model.parameters(), 1e6, grid)
@@ -230,19 +245,22 @@ def clip(shape: Shape, kind: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "changes"),
+    ("kind", "shape", "changes", "weights"),
     [
         # Norms of q and k are replicated on x and y; with one key/value head its projections are replicated on x.
-        ("qwen3", (1, 2, 2, 2), {"num_key_value_heads": 1}),
-        ("qwen3", (2, 1, 1, 4), {"num_key_value_heads": 2}),
-        ("llama", (2, 2, 1, 2), {"num_key_value_heads": 1, "attention_bias": True}),
-        ("gpt2", (2, 1, 2, 2), {}),
+        ("qwen3", (1, 2, 2, 2), {"num_key_value_heads": 1}, "streamed"),
+        ("qwen3", (1, 2, 2, 2), {"num_key_value_heads": 1}, "fsdp2"),
+        ("qwen3", (2, 1, 1, 4), {"num_key_value_heads": 2}, "streamed"),
+        ("qwen3", (2, 1, 1, 4), {"num_key_value_heads": 2}, "fsdp2"),
+        ("llama", (2, 2, 1, 2), {"num_key_value_heads": 1, "attention_bias": True}, "streamed"),
+        ("llama", (2, 2, 1, 2), {"num_key_value_heads": 1, "attention_bias": True}, "fsdp2"),
+        ("gpt2", (2, 1, 2, 2), {}, "streamed"),
     ],
 )
 def test_the_norm_of_the_gradient_is_that_of_one_process(
-    pool: RankPool, kind: str, shape: Shape, changes: dict[str, Any]
+    pool: RankPool, kind: str, shape: Shape, changes: dict[str, Any], weights: str
 ) -> None:
-    pool.run(clip, 8, shape, kind, changes)
+    pool.run(clip, 8, shape, kind, changes, weights)
 
 
 def clip_what_is_not_on_the_grid() -> str:
@@ -303,11 +321,11 @@ def by_decay(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def each_optimizer(shape: Shape) -> None:
+def each_optimizer(shape: Shape, weights: Any) -> None:
     grid = Grid.create(shape)
     for optimizer_class, options in OPTIMIZERS:
         stock, model = build("gpt2"), build("gpt2")
-        report = ff.parallelize(model, grid)
+        report = ff.parallelize(model, grid, weights=weights, overlap=OVERLAP)
         expected = optimizer_class(by_decay(stock), **options)
         optimizer = ff.on_shards(optimizer_class)(by_decay(model), **options)
         before = {name: p.detach().clone() for name, p in stock.named_parameters()}
@@ -326,8 +344,9 @@ def each_optimizer(shape: Shape) -> None:
         assert_shards_close(ours, added, report, grid, bar=1e-3)
 
 
-def test_every_elementwise_optimizer_steps_as_in_one_process(pool: RankPool) -> None:
-    pool.run(each_optimizer, 4, (1, 2, 1, 2))
+@pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
+def test_every_elementwise_optimizer_steps_as_in_one_process(pool: RankPool, weights: str) -> None:
+    pool.run(each_optimizer, 4, (1, 2, 1, 2), weights)
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor])
@@ -393,12 +412,16 @@ def masked_step(model: nn.Module, ids: Tensor, kind: str) -> dict[str, dict[str,
     return {"stream": stream, "features": features, "attention": attention}
 
 
-def draw_masks(shape: Shape, kind: str, checkpointing: Any) -> list[dict[str, dict[str, Tensor]]]:
+def draw_masks(
+    shape: Shape, kind: str, checkpointing: Any, weights: Any
+) -> list[dict[str, dict[str, Tensor]]]:
     model = build(kind, **DROPOUT[kind])
     # Each batch part has the same tokens: what differs is the masks alone.
     ids = batch(1)[0].expand(2, -1)
     grid = Grid.create(shape)
-    ff.parallelize(model, grid, activation_checkpointing=checkpointing, seed=3)
+    ff.parallelize(
+        model, grid, activation_checkpointing=checkpointing, seed=3, weights=weights, overlap=OVERLAP
+    )
     return [masked_step(model, ids, kind) for _ in range(2)]
 
 
@@ -418,18 +441,20 @@ def neighbour(rank: int, shape: Shape, axis: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "checkpointing"),
+    ("kind", "shape", "checkpointing", "weights"),
     [
-        ("gpt2", (1, 2, 2, 2), "none"),
-        ("gpt2", (2, 1, 2, 2), "full"),
-        ("llama", (2, 2, 1, 2), "full"),
-        ("llama", (1, 2, 2, 2), "none"),
+        ("gpt2", (1, 2, 2, 2), "none", "streamed"),
+        ("gpt2", (1, 2, 2, 2), "none", "fsdp2"),
+        ("gpt2", (2, 1, 2, 2), "full", "streamed"),
+        ("llama", (2, 2, 1, 2), "full", "streamed"),
+        ("llama", (2, 2, 1, 2), "full", "fsdp2"),
+        ("llama", (1, 2, 2, 2), "none", "streamed"),
     ],
 )
 def test_dropout_is_equal_on_replicas_and_independent_elsewhere(
-    pool: RankPool, kind: str, shape: Shape, checkpointing: str
+    pool: RankPool, kind: str, shape: Shape, checkpointing: str, weights: str
 ) -> None:
-    ranks = pool.run(draw_masks, 8, shape, kind, checkpointing)
+    ranks = pool.run(draw_masks, 8, shape, kind, checkpointing, weights)
     for rank, passes in enumerate(ranks):
         for axis, size in enumerate(shape):
             if size == 1:
@@ -454,12 +479,14 @@ def test_dropout_is_equal_on_replicas_and_independent_elsewhere(
                     assert_independent(kept, other)
 
 
-def recompute_with_dropout(shape: Shape, kind: str) -> tuple[list[float], list[float]]:
+def recompute_with_dropout(shape: Shape, kind: str, weights: Any) -> tuple[list[float], list[float]]:
     grid = Grid.create(shape)
     runs = []
     for checkpointing in ("none", "full"):
         model = build(kind, **DROPOUT[kind] | {"attn_implementation": "sdpa"})
-        ff.parallelize(model, grid, activation_checkpointing=checkpointing, seed=4)
+        ff.parallelize(
+            model, grid, activation_checkpointing=checkpointing, seed=4, weights=weights, overlap=OVERLAP
+        )
         losses, found = [], []
         for seed in (5, 6):
             ids, labels = batch(8, seed=seed)
@@ -476,7 +503,8 @@ def recompute_with_dropout(shape: Shape, kind: str) -> tuple[list[float], list[f
     return expected_losses, losses
 
 
+@pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
 @pytest.mark.parametrize(("kind", "shape"), [("gpt2", (1, 2, 2, 2)), ("llama", (2, 2, 1, 2))])
-def test_recomputation_draws_the_same_masks(pool: RankPool, kind: str, shape: Shape) -> None:
-    for expected, losses in pool.run(recompute_with_dropout, 8, shape, kind):
+def test_recomputation_draws_the_same_masks(pool: RankPool, kind: str, shape: Shape, weights: str) -> None:
+    for expected, losses in pool.run(recompute_with_dropout, 8, shape, kind, weights):
         assert losses == expected

@@ -14,6 +14,7 @@ that ended the first is in flight.
 from __future__ import annotations
 
 import functools
+import inspect
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -47,10 +48,14 @@ _BY_ROW = (
 )
 
 
-def why_not(overlap: Overlap, grid: Grid, *, streamed: bool, uses_dropout: bool) -> str | None:
+def why_not(
+    model: nn.Module, overlap: Overlap, grid: Grid, *, streamed: bool, uses_dropout: bool
+) -> str | None:
     """Why a batch goes through in one piece; None if its halves take turns."""
     if grid.x * grid.y == 1:
         return "no activation is sent"
+    if "input_ids" not in inspect.signature(model.forward).parameters or not hasattr(model, "loss_function"):
+        return "not a Hugging Face causal LM, whose halves can be put together"
     if not streamed:
         return "FSDP2 takes one forward at a time; use weights='streamed'"
     if uses_dropout:
@@ -76,6 +81,7 @@ def interleave(model: nn.Module, lanes: Lanes, groups: Sequence[Group]) -> None:
     unknown argument) go through in one piece.
     """
     inner = model.forward
+    names = list(inspect.signature(inner).parameters)
     for group in groups:
         group.lanes = lanes
     lanes.grid.collectives.while_waiting = lanes.pass_on
@@ -83,7 +89,7 @@ def interleave(model: nn.Module, lanes: Lanes, groups: Sequence[Group]) -> None:
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         settled = all(group.settled for group in groups)
-        halves = _halve(args, kwargs, lanes.grid) if settled else None
+        halves = _halve(names, args, kwargs, lanes.grid) if settled else None
         if halves is None:
             return inner(*args, **kwargs)
         return _join(lanes.run([functools.partial(inner, **half) for half in halves]))
@@ -239,11 +245,11 @@ class _ThreadState:
             yield
 
 
-def _halve(args: tuple[Any, ...], kwargs: dict[str, Any], grid: Grid) -> list[dict[str, Any]] | None:
+def _halve(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], grid: Grid
+) -> list[dict[str, Any]] | None:
     """The arguments of each lane; None where the batch cannot be halved."""
-    if len(args) > 1:
-        return None
-    given = {"input_ids": args[0], **kwargs} if args else dict(kwargs)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     batch = given.get("input_ids")
     batch = given.get("inputs_embeds") if batch is None else batch
     if not isinstance(batch, Tensor) or batch.shape[0] < LANES:

@@ -284,7 +284,7 @@ class Linear4D(nn.Module):
         """This rank's blocks of the weights, or of the biases."""
         blocks = []
         for key in self._weights if kind == "weight" else self._biases:
-            block = local_weight(self, key)
+            block = local_weight(self, key, by_sibling=True)
             if self._kept_rows is not None:
                 # Each x rank uses, and has the gradient of, other rows of the same replicated weight.
                 block = sum_backward(block, self.group.grid.collectives, "x", "replica", self.name)

@@ -43,6 +43,10 @@ class Overlap:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"Overlap({name}={value}) is negative; use 0 or more")
+        if self.forward_chunks != "auto" and not isinstance(self.forward_chunks, int):
+            raise ValueError(
+                f"Overlap(forward_chunks={self.forward_chunks!r}) is not known; use a number of parts, or 'auto'"
+            )
         if self.forward_chunks != "auto" and self.forward_chunks < 1:
             raise ValueError(
                 f"Overlap(forward_chunks={self.forward_chunks}) makes no chunk; use 1 for the tokens in one piece, or 'auto'"

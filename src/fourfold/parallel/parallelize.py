@@ -88,7 +88,9 @@ def parallelize(
 
     # 5. The halves of a batch take turns, where activations are sent.
     lanes = Lanes(grid)
-    one_piece = why_not(overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None)
+    one_piece = why_not(
+        model, overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None
+    )
     if one_piece is None:
         interleave(model, lanes, swapped.groups)
 

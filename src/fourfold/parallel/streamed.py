@@ -19,7 +19,7 @@ recorded order: what was not foreseen is gathered when it is read.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -55,14 +55,19 @@ class StreamedWeights:
         self._weights = _shard(model, grid, blocks, dtype, overlap.bundle_bytes)
         self._by_place = {place: w for w in self._weights for place in w.places}
         self._small = [w for w in self._weights if w.is_small and not w.is_alias]
+        self._small_is_here = False
         self._small_pending: Pending | None = None
         self._small_buffer: Tensor | None = None
         # Weights in the order of their use, as recorded, and how far this step has come.
         self._order: list[_Weight] = []
+        self._this_order: list[_Weight] = []
+        self._this_forward_length = 0
         self._position = 0
         self._forward_length = 0
         self._kept: set[_Weight] = set()
         self._in_forward = self._in_backward = False
+        # Modules whose forward is under way.
+        self._entered: Counter[nn.Module] = Counter()
         # Gradients on their way: over z, and then over data.
         self._sends_gradients = True
         self._scattering: deque[_Gradient] = deque()
@@ -78,9 +83,10 @@ class StreamedWeights:
             held = [
                 self._by_place[module, key] for key in module._parameters if (module, key) in self._by_place
             ]
-            large = [w for w in held if not w.is_small and not w.is_alias]
-            if large:
-                module.register_forward_hook(self._after_module(module, large))
+            streamed = [w for w in held if not w.is_alias]
+            if streamed:
+                module.register_forward_pre_hook(self._before_module)
+                module.register_forward_hook(self._after_module(module, streamed), always_call=True)
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward, always_call=True)
         if dtype != torch.float32:
@@ -89,7 +95,7 @@ class StreamedWeights:
 
     # -- what a model reads -----------------------------------------------------------------------------------------
 
-    def read(self, module: nn.Module, key: str) -> Tensor:
+    def read(self, module: nn.Module, key: str, *, by_sibling: bool = False) -> Tensor:
         """This rank's block of a parameter, whole over z, for the work of this moment."""
         weight = self._by_place[module, key]
         if not weight.is_alias:
@@ -97,6 +103,8 @@ class StreamedWeights:
                 self._need_small()
             else:
                 self._need(weight)
+                # Who reads another module's weight has no hook that asks for it in backward: it has to stay.
+                weight.is_read_elsewhere |= not by_sibling and not self._entered[module]
         return weight.block()
 
     # -- gathering: ahead of use, in the recorded order -------------------------------------------------------------
@@ -106,7 +114,7 @@ class StreamedWeights:
             return
         self._start_over()
         self._in_forward = True
-        if self._small:
+        if self._small and self._overlap.prefetch:
             self._gather_small()
         self._gather_ahead()
 
@@ -114,52 +122,75 @@ class StreamedWeights:
         if _inside_backward():
             return
         self._in_forward = False
-        if self._position > self._forward_length:
-            self._forward_length = self._position
+        self._this_forward_length = len(self._this_order)
         self._choose_kept()
         if not torch.is_grad_enabled():
             self._release_all()
 
-    def _after_module(self, module: nn.Module, weights: list[_Weight]) -> Any:
+    def _before_module(self, module: nn.Module, args: Any) -> None:
+        self._entered[module] += 1
+
+    def _after_module(self, module: nn.Module, held: list[_Weight]) -> Any:
+        weights, has_small = [w for w in held if not w.is_small], any(w.is_small for w in held)
         is_lookup = isinstance(module, nn.Embedding) or getattr(module, "is_lookup", False)
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._entered[module] -= 1
             if _inside_backward():
                 return  # a second forward: backward itself is next to read them
-            if torch.is_grad_enabled() and not is_lookup:
+            asks_again = is_lookup or not torch.is_grad_enabled()
+            if not asks_again:
                 for tensor in tree_leaves(output):
                     if isinstance(tensor, Tensor) and tensor.requires_grad:
                         tensor.register_hook(before_backward)
+                        asks_again = True
             for weight in weights:
                 weight.passes += 1
-                if weight.passes == self._lanes() and not self._needed_soon(weight):
+                if (
+                    asks_again
+                    and weight.passes == self._lanes()
+                    and not weight.is_read_elsewhere
+                    and not self._needed_soon(weight)
+                ):
                     weight.release()
 
         def before_backward(gradient: Tensor) -> None:
             self._enter_backward()
+            if has_small:
+                self._need_small()  # released, if another forward or backward came before this one
             for weight in weights:
                 self._need(weight)
 
         return hook
 
     def _need(self, weight: _Weight) -> None:
+        if self._is_alone():
+            # Nothing from an earlier step may be used, and nothing is to stay.
+            weight.release()
+            self._gather(weight)
+            weight.arrive()
+            return
         self._advance(weight)
         if weight.is_released:
             self._gather(weight)
         self._gather_ahead()
         weight.arrive()
 
+    def _is_alone(self) -> bool:
+        """A part of the model was called by itself."""
+        return not (self._in_forward or self._in_backward)
+
     def _advance(self, weight: _Weight) -> None:
-        """Follow the recorded order; where the model takes another way, record that."""
+        """Follow the order of the last step, and record that of this one."""
         if self._position < len(self._order) and self._order[self._position] is weight:
             self._position += 1
         elif weight.is_released or weight.is_in_flight:
-            try:
+            end = len(self._order) if self._in_backward else self._forward_length
+            if weight in self._order[self._position : end]:
                 self._position = self._order.index(weight, self._position) + 1
-            except ValueError:
-                del self._order[self._position :]
-                self._order.append(weight)
-                self._position = len(self._order)
+        else:
+            return
+        self._this_order.append(weight)
 
     def _gather_ahead(self) -> None:
         end = len(self._order) if torch.is_grad_enabled() or self._in_backward else self._forward_length
@@ -174,6 +205,8 @@ class StreamedWeights:
 
     def _needed_soon(self, weight: _Weight) -> bool:
         """Is it among the next weights in use, so that giving it back would mean to gather it again at once?"""
+        if self._is_alone():
+            return False
         return weight in self._kept or (
             torch.is_grad_enabled()
             and weight in self._order[self._position : self._position + self._overlap.prefetch]
@@ -183,8 +216,8 @@ class StreamedWeights:
         """The last weights of forward are the first of backward: keep those, within the budget."""
         self._kept.clear()
         left = self._overlap.keep_bytes
-        for weight in dict.fromkeys(reversed(self._order[: self._forward_length])):
-            left -= weight.block_bytes
+        for weight in dict.fromkeys(reversed(self._this_order)):
+            left -= weight.memory_bytes
             if left < 0:
                 break
             self._kept.add(weight)
@@ -200,17 +233,15 @@ class StreamedWeights:
         )
 
     def _need_small(self) -> None:
-        if self._small_pending is None and not (self._in_forward or self._in_backward):
-            # A part of the model was called by itself: nothing from an earlier step may be used.
-            for weight in self._small:
-                weight.release()
-        if self._small_pending is None and any(w.is_released for w in self._small):
-            self._gather_small()
-        if self._small_pending is None:
+        # Where a part of the model is called by itself, nothing from an earlier step may be used.
+        if self._small_is_here and not self._is_alone():
             return
+        if self._small_pending is None:
+            self._gather_small()
+        assert self._small_pending is not None
+        assert self._small_buffer is not None
         self._small_pending.wait()
         self._small_pending = None
-        assert self._small_buffer is not None
         by_rank = self._small_buffer.view(self._grid.z, -1)
         start = 0
         for weight in self._small:
@@ -218,6 +249,7 @@ class StreamedWeights:
             weight.allocate().view(self._grid.z, -1).copy_(by_rank[:, start : start + length])
             start += length
         self._small_buffer = None
+        self._small_is_here = True
 
     # -- scattering: in flight until the end of backward ------------------------------------------------------------
 
@@ -296,6 +328,8 @@ class StreamedWeights:
             item.pending.wait()
             for weight, shard_gradient in item.parts():
                 weight.set_gradient(shard_gradient)
+        if self._this_forward_length:
+            self._order, self._forward_length = self._this_order, self._this_forward_length
         self._start_over()
 
     def _scatter_small(self, items: list[_Gradient]) -> _Gradient:
@@ -327,11 +361,13 @@ class StreamedWeights:
         self._arrived.clear()
         self._in_backward = self._in_forward = False
         self._position, self._last_block = 0, -2
+        self._this_order, self._this_forward_length = [], 0
 
     def _release_all(self) -> None:
         if self._small_pending is not None:
             self._small_pending.wait()
             self._small_pending = self._small_buffer = None
+        self._small_is_here = False
         for weight in self._weights:
             weight.release()
 
@@ -376,13 +412,16 @@ class _Weight:
         rows = block_shape[0] if block_shape else 1
         self.row_numel = math.prod(block_shape[1:])
         self.padded_rows_per_rank = -(-rows // grid.z)
-        self.block_bytes = math.prod(block_shape) * torch.empty((), dtype=dtype).element_size()
-        self.is_small = self.block_bytes <= bundle_bytes
+        element_bytes = torch.empty((), dtype=dtype).element_size()
+        # With the padding of rows that do not divide.
+        self.memory_bytes = self.padded_rows_per_rank * grid.z * self.row_numel * element_bytes
+        self.is_small = math.prod(block_shape) * element_bytes <= bundle_bytes
         # Whole on each rank and in the precision of the work: the shard is the block.
         self.is_alias = grid.z == 1 and dtype == torch.float32
         self.pending: Pending | None = None
-        # How many lanes have used it since it was gathered.
+        # Since it was gathered: how many lanes its module has served, and whether others have read it.
         self.passes = 0
+        self.is_read_elsewhere = False
         self._block: Tensor | None = None
         self._flat: Tensor | None = None
         self._hooked = False
@@ -426,9 +465,10 @@ class _Weight:
         """Memory for the block, as a flat tensor that autograd does not watch."""
         numel = self.padded_rows_per_rank * self._z * self.row_numel
         if self._flat is None:
-            self._flat = torch.empty(numel, dtype=self._dtype, device=self.shard.device)
-            # The padding is at the end: the block is the front of the buffer.
-            self._block = self._flat[: math.prod(self._shape)].view(self._shape).detach()
+            with torch.inference_mode(False):  # these tensors stay, and training is to use them
+                self._flat = torch.empty(numel, dtype=self._dtype, device=self.shard.device)
+                # The padding is at the end: the block is the front of the buffer.
+                self._block = self._flat[: math.prod(self._shape)].view(self._shape).detach()
         else:
             self._flat.untyped_storage().resize_(numel * self._flat.element_size())
         self._gathered = True
@@ -445,7 +485,7 @@ class _Weight:
         if self._flat is not None and self._gathered:
             self._flat.untyped_storage().resize_(0)
         self._gathered = False
-        self.passes = 0
+        self.passes, self.is_read_elsewhere = 0, False
 
     def block(self) -> Tensor:
         """The tensor that forward reads: a leaf, whose gradient comes back here."""

@@ -25,11 +25,14 @@ Precision = Literal["fp32", "bf16"]
 Weights = Literal["auto", "fsdp2", "streamed"]
 
 
-def local_weight(module: nn.Module, key: str) -> Tensor:
-    """This rank's block of a module's parameter, whole over z, for the work of this moment."""
+def local_weight(module: nn.Module, key: str, *, by_sibling: bool = False) -> Tensor:
+    """This rank's block of a module's parameter, whole over z, for the work of this moment.
+
+    ``by_sibling``: it is read for the module by another one whose output the module's is a part of.
+    """
     streamed = module.__dict__.get("_streamed")
     if streamed is not None:
-        return cast(StreamedWeights, streamed).read(module, key)
+        return cast(StreamedWeights, streamed).read(module, key, by_sibling=by_sibling)
     return cast(DTensor, module._parameters[key]).to_local()
 
 
@@ -126,7 +129,8 @@ def _check_tied(model: nn.Module, groups: Sequence[nn.Module]) -> None:
 def accumulating(model: nn.Module) -> Iterator[None]:
     """Backward passes inside add to the gradients and send none of them over z and data.
 
-    Run all micro-batches but the last inside, the last one outside: it sends the sum of all.
+    Run all micro-batches but the last inside, the last one outside: it sends the sum of all. What was added up inside
+    is not in ``.grad`` yet, so `zero_grad` does not drop it.
 
     Example:
         >>> with accumulating(model):
