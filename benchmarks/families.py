@@ -28,6 +28,7 @@ from torch import Tensor
 from benchmarks.tiny_models import Family, families, find_family, tiny_batch, tiny_loss, tiny_model
 from fourfold.grid import Grid
 from fourfold.parallel.anatomy import idle_towers
+from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.refused import Refused
 from fourfold.ranks import RankError, RankPool
@@ -76,7 +77,11 @@ def check_rank(name: str, shape: tuple[int, int, int, int]) -> Outcome:
     model = tiny_model(family)
     grid = Grid.create(shape, timeout_s=60)
     try:
-        report = parallelize(model, grid)
+        # So small a bundle that matrices have collectives of their own.
+        report = parallelize(model, grid, overlap=Overlap(bundle_bytes=256))
+        # Twice: in the second step weights come in the recorded order, and the halves of the batch take turns.
+        tiny_loss(model, _own_part(batch, grid)).backward()
+        model.zero_grad()
         loss = tiny_loss(model, _own_part(batch, grid))
     except Refused as error:
         return Outcome("refused", str(error))

@@ -59,7 +59,7 @@ def build_theirs(config: LlamaConfig, ids: Any, layout: baseline.Layout, **chang
 def quick_s(step: Step, rates: list[float]) -> list[float]:
     """The better of two steps at each rate."""
     change_rate(None)
-    for _ in range(3):
+    for _ in range(2):
         step()
     seconds = []
     for mbit in rates:
@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--mbit", type=float, nargs="+", default=[200.0, 400.0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     regimes = [r for r in REGIMES if any(r.startswith(word) for word in options.regimes)]

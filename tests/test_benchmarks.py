@@ -41,6 +41,7 @@ def test_a_planted_fault_is_found(pool, fault):
         ("bloom", "verified"),
         ("minicpm3", "verified"),
         ("qwen2_vl", "verified"),
+        ("eurobert", "verified"),  # labels that are not shifted
         ("mixtral", "refused"),
         ("qwen3_5", "refused"),
     ],

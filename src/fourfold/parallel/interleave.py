@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fourfold.grid import Grid
 from fourfold.parallel.clock import busy_s
-from fourfold.parallel.loss import count_labels
 from fourfold.parallel.overlap import Overlap
 
 LANES = 2
@@ -74,11 +73,14 @@ class Group(Protocol):
     settled: bool
 
 
-def interleave(model: nn.Module, lanes: Lanes, groups: Sequence[Group]) -> None:
+def interleave(
+    model: nn.Module, lanes: Lanes, groups: Sequence[Group], count: Callable[[Any, Any], Tensor]
+) -> None:
     """Let ``model`` compute the two halves of its batch in turns.
 
     The first forward, in which it shows who are siblings, and whatever cannot be halved by its rows (one sequence, an
-    unknown argument) go through in one piece.
+    unknown argument) go through in one piece. ``count`` tells how many labels of the global batch count, of labels and
+    labels that are shifted already.
     """
     inner = model.forward
     names = list(inspect.signature(inner).parameters)
@@ -89,7 +91,7 @@ def interleave(model: nn.Module, lanes: Lanes, groups: Sequence[Group]) -> None:
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         settled = all(group.settled for group in groups)
-        halves = _halve(names, args, kwargs, lanes.grid) if settled else None
+        halves = _halve(names, args, kwargs, count) if settled else None
         if halves is None:
             return inner(*args, **kwargs)
         return _join(lanes.run([functools.partial(inner, **half) for half in halves]))
@@ -246,7 +248,10 @@ class _ThreadState:
 
 
 def _halve(
-    names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], grid: Grid
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    count: Callable[[Any, Any], Tensor],
 ) -> list[dict[str, Any]] | None:
     """The arguments of each lane; None where the batch cannot be halved."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -261,13 +266,10 @@ def _halve(
                 return None
             if value.shape[0] == batch.shape[0]:
                 by_row[name] = value.chunk(LANES)
-    labels: Any
-    shifted: Any
     labels, shifted = given.get("labels"), given.get("shift_labels")
     if given.get("num_items_in_batch") is None and (labels is not None or shifted is not None):
         # The mean over the global batch, not over a half of it.
-        shift = shifted is None
-        given["num_items_in_batch"] = count_labels(labels if shift else shifted, grid, shift=shift)
+        given["num_items_in_batch"] = count(labels, shifted)
     return [{**given, **{name: halves[i] for name, halves in by_row.items()}} for i in range(LANES)]
 
 

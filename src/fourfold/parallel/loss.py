@@ -205,6 +205,13 @@ class LossGuard:
         self._given[threading.get_ident()] = (loss, _version(loss))
         return loss
 
+    def count(self, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
+        """How many labels of the global batch this loss is the mean of."""
+        if shift_labels is not None:
+            return count_labels(shift_labels, self._grid)
+        assert labels is not None
+        return count_labels(labels, self._grid, shift=self._stock == "ForCausalLMLoss")
+
     def expect(self) -> None:
         """A forward begins."""
         self._given.pop(threading.get_ident(), None)

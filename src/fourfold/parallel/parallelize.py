@@ -92,7 +92,8 @@ def parallelize(
         model, overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None
     )
     if one_piece is None:
-        interleave(model, lanes, swapped.groups)
+        assert guard is not None  # where activations are sent, the vocabulary or the hidden features are cut
+        interleave(model, lanes, swapped.groups, guard.count)
 
     # 6. Weights on z and data.
     shard_weights(
