@@ -197,7 +197,7 @@ def test_without_overlap_one_collective_is_in_flight_at_a_time(pool: RankPool, s
         assert in_flight_together(flights) == []
     for flights in pool.run(no_overlap, 4, shape, ff.Overlap(bundle_bytes=1024)):
         together = {purpose for purpose, _ in in_flight_together(flights)}
-        assert together == {"weight", "gradient"} | ({"activation"} if shape[3] > 1 else set())
+        assert together == {"weight", "gradient"} | ({"activation", "loss"} if shape[3] > 1 else set())
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------

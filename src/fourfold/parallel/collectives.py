@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,22 @@ class Flight:
     waits_ns: list[tuple[int, int]] = field(default_factory=list)
 
 
+class Turns(Protocol):
+    """Where the halves of a batch change over (`interleave.py`)."""
+
+    def pass_on(self) -> None:
+        """What was started is about to be waited for."""
+
+    def begin_section(self) -> None:
+        """In backward, what follows from here on ends with something in flight."""
+
+
+class Alone:
+    def pass_on(self) -> None: ...
+
+    def begin_section(self) -> None: ...
+
+
 class Pending:
     """A collective in flight. The tensors it works on are kept alive here until it was waited for."""
 
@@ -125,8 +141,8 @@ class Collectives:
         self._unread: list[tuple[_Key, Any, Any]] = []
         self._flights: list[Flight] | None = None
         self._busy_in_waits_s: float | None = None
-        # Who else may work while an activation is in flight; nobody, unless the batch is interleaved.
-        self.while_waiting: Callable[[], None] | None = None
+        # Who else may work while something is in flight: nobody, unless the halves of a batch take turns.
+        self.turns: Turns = Alone()
         self._on_gloo = any(dist.get_backend(group) == "gloo" for group in self._groups.values())
 
     def size(self, axis: Axis) -> int:
@@ -380,6 +396,41 @@ class _CountedReduceScatter(_Allocate, ReduceScatter):
 # -- differentiable forms: a replicated tensor carries the whole gradient on each of its replicas --------------------
 
 
+@dataclass
+class InFlight:
+    """The collectives of one operation: each is waited for by the first who reads its result."""
+
+    outputs: list[Pending] = field(default_factory=list)
+    input_gradient: Pending | None = None
+
+
+class _GradientArrived(torch.autograd.Function):
+    """Stands before an operation, so after it in backward: there the gradient of its input has to be complete.
+
+    In between autograd does what else is ready: it hands on the gradients of weights, whose own communication so begins
+    before this wait, and it works on the other half of an interleaved batch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, flight: InFlight) -> Tensor:
+        ctx.flight = flight
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.flight.input_gradient is not None:
+            ctx.flight.input_gradient.wait()
+            ctx.flight.input_gradient = None
+        return gradients[0], None
+
+
+def await_gradient(input: Tensor, flight: InFlight, collectives: Collectives) -> Tensor:
+    """``input`` for an operation whose backward leaves the reduction of its gradient in ``flight``."""
+    input = cast(Tensor, _GradientArrived.apply(input, flight))  # type: ignore[no-untyped-call]
+    collectives.turns.begin_section()
+    return input
+
+
 class _SumForward(torch.autograd.Function):
     """Partial sums become one replicated tensor; its gradient is whole already, on each rank."""
 
@@ -389,8 +440,7 @@ class _SumForward(torch.autograd.Function):
     ) -> Tensor:
         total = tensor.clone()
         pending = collectives.all_reduce(total, axis, purpose, module=module)
-        if purpose == "activation" and collectives.while_waiting is not None:
-            collectives.while_waiting()
+        collectives.turns.pass_on()
         pending.wait()
         return total
 
@@ -404,18 +454,31 @@ class _SumBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str
+        ctx: Any,
+        tensor: Tensor,
+        flight: InFlight,
+        collectives: Collectives,
+        axis: Axis | None,
+        purpose: Purpose,
+        module: str,
     ) -> Tensor:
-        ctx.collectives, ctx.axis, ctx.purpose, ctx.module = collectives, axis, purpose, module
+        ctx.flight, ctx.collectives, ctx.axis = flight, collectives, axis
+        ctx.purpose, ctx.module = purpose, module
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        gradient = gradients[0]
         # Gradients of parameters are reduced in fp32, whatever the work is done in.
-        dtype = torch.float32 if ctx.purpose == "replica" else gradients[0].dtype
-        total = gradients[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
-        ctx.collectives.all_reduce(total, ctx.axis, ctx.purpose, module=ctx.module).wait()
-        return total.to(gradients[0].dtype), None, None, None, None
+        dtype = torch.float32 if ctx.purpose == "replica" else gradient.dtype
+        total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        pending = ctx.collectives.all_reduce(total, ctx.axis, ctx.purpose, module=ctx.module)
+        if dtype != gradient.dtype:
+            pending.wait()
+            total = total.to(gradient.dtype)
+        else:
+            ctx.flight.input_gradient = pending
+        return total, None, None, None, None, None
 
 
 def sum_forward(
@@ -431,7 +494,10 @@ def sum_backward(
 ) -> Tensor:
     if axis is None or collectives.size(axis) == 1:
         return tensor
-    return cast(Tensor, _SumBackward.apply(tensor, collectives, axis, purpose, module))  # type: ignore[no-untyped-call]
+    flight = InFlight()
+    tensor = await_gradient(tensor, flight, collectives)
+    arguments = (tensor, flight, collectives, axis, purpose, module)
+    return cast(Tensor, _SumBackward.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 def sum_both(

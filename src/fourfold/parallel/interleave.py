@@ -2,12 +2,12 @@
 
 A linear's own matmuls are often shorter than the all-reduce behind them; then chunks and weight gradients cannot hide it.
 The work of the other half of the sequences can. Each half, a *lane*, runs the model's own forward in a thread of its
-own; only one of the two runs at a time, and they change where the running one would wait for an activation. So the
+own; only one of the two runs at a time, and they change where the running one would wait for a sum over ranks. So the
 order of collectives is the same on all ranks, and on CUDA all kernels are in one stream.
 
 Backward is one pass over both graphs. Autograd takes, of what is ready, the node that was made last, by a number that
-each thread counts for itself. A *section* reaches from one linear with a backward all-reduce to the next; the lanes'
-numbers are set so that backward runs the section of one lane, then the same section of the other, while the all-reduce
+each thread counts for itself. A *section* reaches from one operation with a backward all-reduce to the next; the
+lanes' numbers are set so that backward runs the section of one lane, then the same section of the other, while the all-reduce
 that ended the first is in flight.
 """
 
@@ -69,7 +69,6 @@ def why_not(
 class Group(Protocol):
     """What takes part: linears that send activations (`linear.SiblingGroup`)."""
 
-    lanes: Lanes | None
     settled: bool
 
 
@@ -84,9 +83,6 @@ def interleave(
     """
     inner = model.forward
     names = list(inspect.signature(inner).parameters)
-    for group in groups:
-        group.lanes = lanes
-    lanes.grid.collectives.while_waiting = lanes.pass_on
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -108,6 +104,13 @@ class Lanes:
         self._turn: _Turn | None = None
         # Autograd's numbers: the highest in use, and how many a section has at most.
         self._highest, self._longest = 0, 128
+
+    @staticmethod
+    def of(grid: Grid) -> Lanes:
+        """Those of the grid: all its models share them, as one forward runs at a time."""
+        if not isinstance(grid.collectives.turns, Lanes):
+            grid.collectives.turns = Lanes(grid)
+        return grid.collectives.turns
 
     def count(self) -> int:
         """How many are in the model at this moment."""

@@ -21,15 +21,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.grid import Axis, Grid
-from fourfold.parallel.collectives import Pending, sum_backward
-from fourfold.parallel.interleave import Lanes
+from fourfold.parallel.collectives import InFlight, Pending, await_gradient, sum_backward
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout
 from fourfold.parallel.weights import local_weight
@@ -43,7 +41,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any,
         input: Tensor,
         group: SiblingGroup,
-        flight: _InFlight,
+        flight: InFlight,
         columns: Sequence[tuple[int, int]],
         widths: Sequence[int],
         transposed: bool,
@@ -103,33 +101,6 @@ class _LinearFunction(torch.autograd.Function):
         return (input_gradient, None, None, None, None, None, *weight_gradients)
 
 
-@dataclass
-class _InFlight:
-    """The all-reduces of one call of a group: each is waited for by the first who reads its result."""
-
-    outputs: list[Pending] = field(default_factory=list)
-    input_gradient: Pending | None = None
-
-
-class _Arrived(torch.autograd.Function):
-    """Stands before the linear, so after it in backward: there the gradient of the input has to be complete.
-
-    In between autograd hands the weights' gradients on, whose own communication so begins before this wait.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, flight: _InFlight) -> Tensor:
-        ctx.flight = flight
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        if ctx.flight.input_gradient is not None:
-            ctx.flight.input_gradient.wait()
-            ctx.flight.input_gradient = None
-        return gradients[0], None
-
-
 class _Ready(threading.local):
     """Results that wait for their siblings' calls; for each thread, because lanes are threads."""
 
@@ -149,8 +120,6 @@ class SiblingGroup:
     def __init__(self, grid: Grid, in_axis: Axis | None, out_axis: Axis | None, overlap: Overlap) -> None:
         self.grid, self.in_axis, self.out_axis, self.overlap = grid, in_axis, out_axis, overlap
         self.members: list[Linear4D] = []
-        # Set where the halves of a batch take turns.
-        self.lanes: Lanes | None = None
         self._mine = _Ready()
         self.settled = False
 
@@ -216,7 +185,7 @@ class SiblingGroup:
         self.members.remove(member)
         self._mine.results.pop(id(member), None)
         alone = SiblingGroup(self.grid, self.in_axis, self.out_axis, self.overlap)
-        alone.members, alone.settled, alone.lanes = [member], True, self.lanes
+        alone.members, alone.settled = [member], True
         member.group = alone
 
     def _compute(self, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
@@ -232,14 +201,12 @@ class SiblingGroup:
                 columns.append((output, column))
                 column += weight.shape[1 if transposed else 0]
             widths.append(column)
-        flight = _InFlight()
+        flight = InFlight()
         if self.grid.size(self.out_axis) > 1:
-            input = _Arrived.apply(input, flight)  # type: ignore[no-untyped-call]
-            if self.lanes is not None:
-                self.lanes.begin_section()
+            input = await_gradient(input, flight, self.grid.collectives)
         outputs = _LinearFunction.apply(input, self, flight, columns, widths, transposed, *weights)  # type: ignore[no-untyped-call]
-        if self.lanes is not None and self.grid.size(self.in_axis) > 1:
-            self.lanes.pass_on()
+        if self.grid.size(self.in_axis) > 1:
+            self.grid.collectives.turns.pass_on()
         for pending in flight.outputs:
             pending.wait()
         flight.outputs.clear()

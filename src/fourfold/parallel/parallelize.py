@@ -87,7 +87,7 @@ def parallelize(
     wrap_model(model, inside, swapped.groups, dropout, guard)
 
     # 5. The halves of a batch take turns, where activations are sent.
-    lanes = Lanes(grid)
+    lanes = Lanes.of(grid)
     one_piece = why_not(
         model, overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None
     )
