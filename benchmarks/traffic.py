@@ -135,8 +135,9 @@ def count_rank(
     """The accounts of forward and backward on this rank, after a first step that settles the order of things."""
     model = build(kind)
     grid = Grid.create(shape, timeout_s=60)
-    # So small a bundle that only vectors are in it; each output in one piece, so that calls can be counted.
-    parallelize(model, grid, weights=weights, overlap=Overlap(bundle_bytes=1024, forward_chunks=1))
+    # So small a bundle that only vectors are in it; outputs and batches in one piece, so that calls can be counted.
+    overlap = Overlap(bundle_bytes=1024, forward_chunks=1, interleave=False)
+    parallelize(model, grid, weights=weights, overlap=overlap)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
     ids = ids[grid.local_rows(BATCH)]
