@@ -102,8 +102,8 @@ class Lanes:
         self.grid = grid
         self._workers: list[_Worker] = []
         self._turn: _Turn | None = None
-        # Autograd's numbers: the highest in use, and how many a section has at most.
-        self._highest, self._longest = 0, 128
+        # Autograd's numbers: the highest in use, and how many a section has at most, as far as is known.
+        self._highest, self._longest = 0, 0
 
     @staticmethod
     def of(grid: Grid) -> Lanes:
@@ -123,7 +123,7 @@ class Lanes:
             return [lane() for lane in lanes]
         if not self._workers:
             self._workers = [_Worker() for _ in range(LANES)]
-        turn = self._turn = _Turn(first_number=self._highest, gap=self._longest + 1)
+        turn = self._turn = _Turn(first_number=self._highest, gap=(self._longest or _FIRST_GUESS) + 1)
         state = _ThreadState(self.grid.device)
         finished = [
             worker.start(functools.partial(self._run_lane, turn, i, lane, state))
@@ -184,6 +184,7 @@ class Lanes:
 
 
 _PROBE = torch.zeros((), requires_grad=True)
+_FIRST_GUESS = 128  # nodes between two all-reduces of backward; too few or too many cost overlap or time, once
 
 
 @dataclass
