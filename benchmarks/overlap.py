@@ -75,10 +75,7 @@ def worker(axis: str, options: argparse.Namespace) -> None:
     shape = tuple(2 if a == axis else 1 for a in AXES)
     grid = ff.Grid.create(shape, timeout_s=600)  # type: ignore[arg-type]
     config = llama(options.hidden, options.layers)
-    # On z and data what is sent does not grow with the batch: a larger one means links that are slower, and so less
-    # work for Gloo beside the computation.
-    sequences = options.sequences * (2 if axis in ("z", "data") else 1)
-    ids = batch(config, sequences, options.length)[grid.local_rows(sequences)]
+    ids = batch(config, options.sequences, options.length)[grid.local_rows(options.sequences)]
     models = {
         name: build(config, grid, weights="streamed", overlap=overlap)
         for name, overlap in VARIANTS[axis].items()
@@ -182,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--sequences", type=int, default=8, help="global batch; twice as many on z and data")
+    parser.add_argument("--sequences", type=int, default=8, help="the global batch")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--figure", type=Path, help="write the figure here (PNG or SVG)")
     parser.add_argument("--timeline", help="write a trace of a step with everything on; {axis} is filled in")
