@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cluster
-from benchmarks.cluster import NAMESPACES, Cluster, main, why_not
+from benchmarks.cluster import NAMESPACES, Bandwidth, Cluster, main, why_not
 
 needs_network = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 ROOT = Path(__file__).parent.parent
@@ -39,10 +39,13 @@ def test_links_have_the_rate_that_was_set_and_loopback_has_none() -> None:
         for mbit in (60.0, 250.0):
             network.set_rate(mbit)
             # A busy machine can make a measurement slower, so the best of some counts; nothing makes it faster.
-            seen = [network.measure() for _ in range(2)]
-            for way in ("forth_mbit", "back_mbit"):
-                best_mbit = max(getattr(measured, way) for measured in seen)
-                assert 0.85 * mbit < best_mbit < 1.15 * mbit, (mbit, way, seen)
+            seen: list[Bandwidth] = []
+            best: dict[str, float] = {}
+            while len(seen) < 8 and min(best.values(), default=0.0) < 0.85 * mbit:
+                seen.append(network.measure())
+                best = {way: max(getattr(s, way) for s in seen) for way in ("forth_mbit", "back_mbit")}
+            for best_mbit in best.values():
+                assert 0.85 * mbit < best_mbit < 1.15 * mbit, (mbit, seen)
             assert max(measured.within_mbit for measured in seen) > 3 * mbit
 
 
@@ -69,7 +72,7 @@ def test_all_reduce_of_torchrun_ranks_takes_the_time_of_the_rate_and_ranks_chang
             import json, os, sys, time
             import torch
             import torch.distributed as dist
-            from benchmarks.cluster import set_rate
+            from benchmarks.cluster import Bandwidth, set_rate
 
             dist.init_process_group("gloo")
             rank = dist.get_rank()
@@ -171,7 +174,7 @@ def test_signal_to_the_command_leaves_nothing_behind(tmp_path: Path, number: sig
 def test_leftovers_of_a_killed_owner_are_removed_and_those_of_a_living_one_stay() -> None:
     code = textwrap.dedent("""
         import os, signal, subprocess
-        from benchmarks.cluster import Cluster
+        from benchmarks.cluster import Bandwidth, Cluster
         network = Cluster(hosts=1, mbit=100).__enter__()
         sleep = ["ip", "netns", "exec", network.run_name + "-host0", "sleep", "300"]
         left = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
