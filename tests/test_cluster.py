@@ -72,7 +72,7 @@ def test_all_reduce_of_torchrun_ranks_takes_the_time_of_the_rate_and_ranks_chang
             import json, os, sys, time
             import torch
             import torch.distributed as dist
-            from benchmarks.cluster import Bandwidth, set_rate
+            from benchmarks.cluster import set_rate
 
             dist.init_process_group("gloo")
             rank = dist.get_rank()
@@ -174,7 +174,7 @@ def test_signal_to_the_command_leaves_nothing_behind(tmp_path: Path, number: sig
 def test_leftovers_of_a_killed_owner_are_removed_and_those_of_a_living_one_stay() -> None:
     code = textwrap.dedent("""
         import os, signal, subprocess
-        from benchmarks.cluster import Bandwidth, Cluster
+        from benchmarks.cluster import Cluster
         network = Cluster(hosts=1, mbit=100).__enter__()
         sleep = ["ip", "netns", "exec", network.run_name + "-host0", "sleep", "300"]
         left = subprocess.Popen(sleep, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
