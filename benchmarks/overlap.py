@@ -164,7 +164,8 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
         panel.tick_params(axis="x", labelrotation=35)
         for label in panel.get_xticklabels():
             label.set_horizontalalignment("right")
-        panel.legend(fontsize=8)
+        panel.set_ylim(0, 1.4 * max(bottom))  # room for the legend
+        panel.legend(fontsize=8, loc="upper right")
     panels[0][0].set_ylabel("seconds of forward and backward")
     figure.suptitle("Two emulated hosts, a CPU rank each, Gloo; no GPU has run this", fontsize=10)
     figure.tight_layout()
