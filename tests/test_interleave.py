@@ -153,6 +153,51 @@ def test_outputs_are_those_of_the_whole_batch(pool: RankPool) -> None:
         assert seen["tuple"] == 2
 
 
+def strange_outputs() -> list[str]:
+    grid = Grid.create((1, 1, 1, 2))
+    ids, labels = batch(4)
+    said = []
+    for extra in (torch.tensor(3.0), object):
+        model = build("llama")
+        stock = model.forward
+
+        def forward(
+            input_ids: Any, labels: Any = None, *, stock: Any = stock, extra: Any = extra, **kwargs: Any
+        ) -> Any:
+            output = stock(input_ids=input_ids, labels=labels, **kwargs)
+            return output.loss, output.logits, extra if isinstance(extra, torch.Tensor) else extra()
+
+        model.forward = forward
+        ff.parallelize(model, grid, weights="streamed", overlap=OVERLAP)
+        model(input_ids=ids, labels=labels)  # in one piece
+        try:
+            model(input_ids=ids, labels=labels)
+        except ff.Refused as error:
+            said.append(str(error))
+    return said
+
+
+def test_outputs_that_cannot_be_put_together_are_refused(pool: RankPool) -> None:
+    for number, thing in pool.run(strange_outputs, 2):
+        assert "a number beside its loss" in number
+        assert "a object beside its loss" in thing
+        assert "interleave=False" in number
+
+
+def cached_forward() -> tuple[int, int]:
+    model, grid = build("llama"), Grid.create((1, 1, 1, 2))
+    ff.parallelize(model, grid, weights="streamed", overlap=OVERLAP)
+    ids, _ = batch(4)
+    model(input_ids=ids)
+    with torch.no_grad():
+        output = model(input_ids=ids, use_cache=True)
+    return len(output.logits), len(output.past_key_values.layers[0].keys)
+
+
+def test_a_cache_is_that_of_the_whole_batch(pool: RankPool) -> None:
+    assert pool.run(cached_forward, 2) == [(4, 4)] * 2
+
+
 def notes(shape: Shape, weights: str, interleave: Any) -> str:
     model, grid = build("llama"), Grid.create(shape)
     report = ff.parallelize(model, grid, weights=weights, overlap=ff.Overlap(interleave=interleave))

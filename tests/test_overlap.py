@@ -219,3 +219,22 @@ def test_no_chunk_at_all_is_refused() -> None:
 def test_a_word_that_is_not_known_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"forward_chunks='many'.*auto"):
         ff.Overlap(forward_chunks="many")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), [("prefetch", None), ("keep_bytes", 1.5), ("interleave", "yes")])
+def test_what_is_no_setting_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{name}={value!r}.*use"):
+        ff.Overlap(**{name: value})  # type: ignore[arg-type]
+
+
+def notes_of(weights: str, overlap: ff.Overlap) -> list[str]:
+    report = ff.parallelize(build("llama"), Grid.create((1, 2, 1, 1)), weights=weights, overlap=overlap)
+    return [note for note in report.notes if "no effect" in note]
+
+
+def test_a_setting_without_effect_is_reported(pool: RankPool) -> None:
+    asked = ff.Overlap(keep_bytes=2**30, forward_chunks=2)
+    (note,) = pool.run(notes_of, 2, "fsdp2", asked)[0]
+    assert "Overlap(keep_bytes=1073741824) has no effect with fsdp2 weights" in note
+    assert pool.run(notes_of, 2, "streamed", asked)[0] == []
+    assert pool.run(notes_of, 2, "fsdp2", ff.Overlap())[0] == []

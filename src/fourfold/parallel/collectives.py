@@ -100,26 +100,17 @@ class Pending:
     def __init__(
         self,
         work: dist.Work | None = None,
+        wait: Callable[[], None] | None = None,
         *tensors: Tensor,
-        waited: Callable[[dist.Work], None] | None = None,
-        finish: Callable[[], None] | None = None,
     ) -> None:
-        self._work = work
+        self._work, self._wait = work, wait
         self._tensors: tuple[Tensor, ...] | None = tensors
-        self._waited, self._finish = waited, finish
 
     def wait(self) -> None:
         """From here on the result can be used."""
-        if self._work is None:
-            return
-        # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
-        if self._waited is None:
-            self._work.wait()
-        else:
-            self._waited(self._work)
-        if self._finish is not None:
-            self._finish()
-        self._work = self._tensors = self._waited = self._finish = None
+        if self._wait is not None:
+            self._wait()
+        self._work = self._wait = self._tensors = None
 
     def is_done(self) -> bool:
         """Would waiting take no time?"""
@@ -248,10 +239,11 @@ class Collectives:
 
             work.get_future().add_done_callback(landed)
 
-        def wait(work: dist.Work) -> None:
+        def wait() -> None:
             start_ns = time.time_ns()
             busy_before_s = busy_s() if self._busy_in_waits_s is not None else 0.0
             start = self._clock.mark()
+            # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
             work.wait()
             end = self._clock.mark()
             if self._busy_in_waits_s is not None:
@@ -264,8 +256,10 @@ class Collectives:
                     self._read_times()
             if flight is not None:
                 flight.waits_ns.append((start_ns, time.time_ns()))
+            if finish is not None:
+                finish()
 
-        return Pending(work, *tensors, waited=wait, finish=finish)
+        return Pending(work, wait, *tensors)
 
     # -- the collectives: in place or into a given tensor, in flight until `wait` ----------------------------------
     #

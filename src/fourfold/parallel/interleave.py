@@ -32,7 +32,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fourfold.grid import Grid
 from fourfold.parallel.clock import busy_s
+from fourfold.parallel.loss import loss_of
 from fourfold.parallel.overlap import Overlap
+from fourfold.parallel.refused import Refused
 
 LANES = 2
 # Arguments of a Hugging Face causal LM that have a row for each sequence.
@@ -264,6 +266,8 @@ def _halve(
     batch = given.get("inputs_embeds") if batch is None else batch
     if not isinstance(batch, Tensor) or batch.shape[0] < LANES:
         return None
+    if given.get("use_cache"):
+        return None  # what it gives back is not made of rows
     by_row = {}
     for name, value in given.items():
         if isinstance(value, Tensor) and name != "num_items_in_batch":
@@ -281,12 +285,19 @@ def _halve(
 def _join(outputs: list[Any]) -> Any:
     """One output of the lanes' two: rows after rows, and the sum of the losses."""
     leaves, structure = tree_flatten(outputs[0])
+    loss = loss_of(outputs[0])
     joined = []
     for first, second in zip(leaves, tree_leaves(outputs[1]), strict=True):
-        if not isinstance(first, Tensor):
-            joined.append(first)
-        elif first.ndim == 0:
+        if first is loss:
             joined.append(first + second)
-        else:
+        elif isinstance(first, Tensor) and first.ndim > 0:
             joined.append(torch.cat([first, second]))
+        elif not isinstance(first, Tensor) and first == second:
+            joined.append(first)
+        else:
+            what = "a number" if isinstance(first, Tensor) else f"a {type(first).__name__}"
+            raise Refused(
+                f"the model's output holds {what} beside its loss, which two halves of a batch cannot be put together "
+                "to; use overlap=Overlap(interleave=False)"
+            )
     return tree_unflatten(joined, structure)

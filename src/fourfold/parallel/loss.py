@@ -218,8 +218,8 @@ class LossGuard:
 
     def check(self, output: Any) -> None:
         """A forward is over: if it gave a loss, it has to be the one that came from here, unchanged."""
-        loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
-        if not isinstance(loss, Tensor) or loss.ndim > 0:
+        loss = loss_of(output)
+        if loss is None:
             return
         given = self._given.pop(threading.get_ident(), None)
         if given is None or given[0] is not loss or given[1] != _version(loss):
@@ -230,12 +230,18 @@ class LossGuard:
             )
 
 
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what a model gave, if it gave one."""
+    loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.ndim == 0 else None
+
+
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
 def guard_loss(model: torch.nn.Module, grid: Grid, vocab_size: int | None) -> LossGuard | None:
-    """Put the exact loss in the place of the model's own; nothing to do where neither batch nor vocabulary is cut."""
+    """Put the exact loss in the place of the model's own; nothing to do where neither the batch nor the model is cut."""
     if grid.batch_ranks * grid.x * grid.y == 1:
         return None
     stock: Any = getattr(model, "loss_function", None)

@@ -34,15 +34,16 @@ class Overlap:
     backward: bool = True
     # The all-reduce of an output, in this many parts of the tokens, each behind the next part's matmul.
     forward_chunks: int | Literal["auto"] = "auto"
-
     # The halves of this rank's sequences take turns, so that one computes while an all-reduce of the other's is in flight.
     interleave: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("prefetch", "bundle_bytes", "keep_bytes", "in_flight_bytes"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"Overlap({name}={value}) is negative; use 0 or more")
+            if value is None and name == "in_flight_bytes":
+                continue
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"Overlap({name}={value!r}) is no whole number of at least 0; use one")
         if self.forward_chunks != "auto" and not isinstance(self.forward_chunks, int):
             raise ValueError(
                 f"Overlap(forward_chunks={self.forward_chunks!r}) is not known; use a number of parts, or 'auto'"
@@ -51,6 +52,19 @@ class Overlap:
             raise ValueError(
                 f"Overlap(forward_chunks={self.forward_chunks}) makes no chunk; use 1 for the tokens in one piece, or 'auto'"
             )
+
+        if self.interleave not in (True, False, "auto"):
+            raise ValueError(
+                f"Overlap(interleave={self.interleave!r}) is not known; use True, False or 'auto'"
+            )
+
+    def without_effect(self, *, streamed: bool) -> list[str]:
+        """What was set and does nothing, because these weights are not streamed."""
+        if streamed:
+            return []
+        usual = Overlap()
+        names = ("prefetch", "bundle_bytes", "keep_bytes", "gradients", "in_flight_bytes")
+        return [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) != getattr(usual, n)]
 
     def chunks_of(self, output: Tensor) -> int:
         """In how many parts an output's all-reduce goes."""

@@ -130,6 +130,11 @@ def parallelize(
     notes.append(
         f"weights: {weights} ({why_weights}) over z={grid.z}, gradients summed over data={grid.data}, {precision}"
     )
+    idle = overlap.without_effect(streamed=weights == "streamed")
+    if idle:
+        notes.append(
+            f"Overlap({', '.join(idle)}) has no effect with {weights} weights; use weights='streamed'"
+        )
     notes.append(f"activation checkpointing: {activation_checkpointing}, {len(blocks)} blocks")
     halves = "take turns" if one_piece is None else f"do not take turns ({one_piece})"
     notes.append(f"interleaving: the halves of a batch {halves}")

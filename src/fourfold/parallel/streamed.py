@@ -73,9 +73,8 @@ class StreamedWeights:
         self._scattering: deque[_Gradient] = deque()
         self._arrived: list[_Gradient] = []
         self._last_block = -2
-        self._in_flight_limit = overlap.in_flight_bytes
-        if self._in_flight_limit is None:
-            self._in_flight_limit = 2 * _largest_block_bytes(self._weights)
+        limit_bytes = overlap.in_flight_bytes
+        self._limit_bytes = 2 * _largest_block_bytes(self._weights) if limit_bytes is None else limit_bytes
 
         for module in {module: None for module, _ in self._by_place}:
             # What reads parameters finds its way here; not a submodule, so that no tree of modules shows it.
@@ -295,10 +294,9 @@ class StreamedWeights:
 
     def _limit_in_flight(self) -> None:
         """Give back the memory of whole gradients that are done, and of the oldest where too many wait."""
-        assert self._in_flight_limit is not None
         waiting_bytes = sum(item.waiting_bytes for item in self._scattering)
         for item in self._scattering:
-            if not item.pending.is_done() and waiting_bytes <= self._in_flight_limit:
+            if not item.pending.is_done() and waiting_bytes <= self._limit_bytes:
                 break
             item.pending.wait()
             waiting_bytes -= item.waiting_bytes
