@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import fourfold
 from fourfold.grid import Axis, Grid
-from fourfold.parallel.collectives import Entry, sum_backward, sum_both, sum_forward
+from fourfold.parallel.collectives import Entry
 from fourfold.parallel.layout import chunk
+from fourfold.parallel.sums import sum_backward, sum_both, sum_forward
 from fourfold.ranks import RankPool
 
 SHAPE = (1, 2, 1, 4)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.grid import Grid
-from fourfold.parallel.collectives import sum_forward
 from fourfold.parallel.layout import chunk
 from fourfold.parallel.random import Dropout
+from fourfold.parallel.sums import sum_forward
 from fourfold.parallel.weights import local_weight
 
 

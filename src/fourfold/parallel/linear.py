@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.grid import Axis, Grid
-from fourfold.parallel.collectives import InFlight, Pending, await_gradient, sum_backward
+from fourfold.parallel.collectives import Pending
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout
+from fourfold.parallel.sums import InFlight, await_gradient, sum_backward
 from fourfold.parallel.weights import local_weight
 
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from fourfold.grid import Axis, Grid
 from fourfold.parallel.anatomy import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES
-from fourfold.parallel.collectives import sum_backward
 from fourfold.parallel.families import Family
 from fourfold.parallel.forward import Inside
 from fourfold.parallel.refused import Refused
+from fourfold.parallel.sums import sum_backward
 from fourfold.parallel.weights import local_weight
 
 

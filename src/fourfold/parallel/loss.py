@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.grid import Grid
-from fourfold.parallel.collectives import sum_forward
 from fourfold.parallel.embedding import check_range
 from fourfold.parallel.layout import chunk
 from fourfold.parallel.refused import Refused
+from fourfold.parallel.sums import sum_forward
 
 IGNORE_INDEX = -100
 

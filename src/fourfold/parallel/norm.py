@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.grid import Axis, Grid
-from fourfold.parallel.collectives import sum_both
+from fourfold.parallel.sums import sum_both
 from fourfold.parallel.weights import local_weight
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")

@@ -18,24 +18,19 @@ recorded order: what was not foreseen is gathered when it is read.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Shard
-
-# There is no public name for the shards of an axis that comes before those which cut the same dim (torch 2.13.0).
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fourfold.grid import AXES, Axis, Grid
+from fourfold.grid import Grid
 from fourfold.parallel.collectives import Pending
 from fourfold.parallel.overlap import Overlap
-from fourfold.parallel.refused import Refused
+from fourfold.parallel.streamed_weight import StreamedWeight, largest_block_bytes, shard_parameters
 
 
 class StreamedWeights:
@@ -52,19 +47,19 @@ class StreamedWeights:
     ) -> None:
         self._grid, self._collectives = grid, grid.collectives
         self._overlap, self._lanes = overlap, lanes
-        self._weights = _shard(model, grid, blocks, dtype, overlap.bundle_bytes)
+        self._weights = shard_parameters(model, grid, blocks, dtype, overlap.bundle_bytes)
         self._by_place = {place: w for w in self._weights for place in w.places}
         self._small = [w for w in self._weights if w.is_small and not w.is_alias]
         self._small_is_here = False
         self._small_pending: Pending | None = None
         self._small_buffer: Tensor | None = None
         # Weights in the order of their use, as recorded, and how far this step has come.
-        self._order: list[_Weight] = []
-        self._this_order: list[_Weight] = []
+        self._order: list[StreamedWeight] = []
+        self._this_order: list[StreamedWeight] = []
         self._this_forward_length = 0
         self._position = 0
         self._forward_length = 0
-        self._kept: set[_Weight] = set()
+        self._kept: set[StreamedWeight] = set()
         self._in_forward = self._in_backward = False
         # Modules whose forward is under way.
         self._entered: Counter[nn.Module] = Counter()
@@ -74,8 +69,10 @@ class StreamedWeights:
         self._arrived: list[_Gradient] = []
         self._last_block = -2
         limit_bytes = overlap.in_flight_bytes
-        self._limit_bytes = 2 * _largest_block_bytes(self._weights) if limit_bytes is None else limit_bytes
+        self._limit_bytes = 2 * largest_block_bytes(self._weights) if limit_bytes is None else limit_bytes
 
+        for weight in self._weights:
+            weight.on_gradient = self._take_gradient
         for module in {module: None for module, _ in self._by_place}:
             # What reads parameters finds its way here; not a submodule, so that no tree of modules shows it.
             module.__dict__["_streamed"] = self
@@ -129,7 +126,7 @@ class StreamedWeights:
     def _before_module(self, module: nn.Module, args: Any) -> None:
         self._entered[module] += 1
 
-    def _after_module(self, module: nn.Module, held: list[_Weight]) -> Any:
+    def _after_module(self, module: nn.Module, held: list[StreamedWeight]) -> Any:
         weights, has_small = [w for w in held if not w.is_small], any(w.is_small for w in held)
         is_lookup = isinstance(module, nn.Embedding) or getattr(module, "is_lookup", False)
 
@@ -162,7 +159,7 @@ class StreamedWeights:
 
         return hook
 
-    def _need(self, weight: _Weight) -> None:
+    def _need(self, weight: StreamedWeight) -> None:
         if self._is_alone():
             # Nothing from an earlier step may be used, and nothing is to stay.
             weight.release()
@@ -179,7 +176,7 @@ class StreamedWeights:
         """A part of the model was called by itself."""
         return not (self._in_forward or self._in_backward)
 
-    def _advance(self, weight: _Weight) -> None:
+    def _advance(self, weight: StreamedWeight) -> None:
         """Follow the order of the last step, and record that of this one."""
         if self._position < len(self._order) and self._order[self._position] is weight:
             self._position += 1
@@ -197,12 +194,12 @@ class StreamedWeights:
             if weight.is_released:
                 self._gather(weight)
 
-    def _gather(self, weight: _Weight) -> None:
+    def _gather(self, weight: StreamedWeight) -> None:
         source = weight.gather_input()
         target = weight.allocate()
         weight.pending = self._collectives.all_gather(target, source, "z", "weight", module=weight.name)
 
-    def _needed_soon(self, weight: _Weight) -> bool:
+    def _needed_soon(self, weight: StreamedWeight) -> bool:
         """Is it among the next weights in use, so that giving it back would mean to gather it again at once?"""
         if self._is_alone():
             return False
@@ -259,7 +256,7 @@ class StreamedWeights:
             # There is no public call for what has to happen once a whole backward is over (seen in torch 2.13.0).
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
-    def take_gradient(self, weight: _Weight) -> None:
+    def _take_gradient(self, weight: StreamedWeight) -> None:
         """A weight's gradient of this backward is complete."""
         self._enter_backward()
         gradient = weight.pop_gradient(keep=not self._sends_gradients)
@@ -375,215 +372,21 @@ class _Gradient:
 
     def __init__(
         self,
-        weight: _Weight,
+        weight: StreamedWeight,
         tensor: Tensor,
         pending: Pending | None = None,
-        together: list[_Weight] | None = None,
+        together: list[StreamedWeight] | None = None,
     ) -> None:
         self.weight, self.tensor = weight, tensor
         self.pending = pending or Pending()
         self.waiting_bytes = 0
         self._together = together
 
-    def parts(self) -> list[tuple[_Weight, Tensor]]:
+    def parts(self) -> list[tuple[StreamedWeight, Tensor]]:
         if self._together is None:
             return [(self.weight, self.tensor)]
         lengths = [w.padded_rows_per_rank * w.row_numel for w in self._together]
         return list(zip(self._together, self.tensor.split(lengths), strict=True))
-
-
-class _Weight:
-    """One parameter: the shard that this rank stores, and the block, whose memory comes and goes."""
-
-    def __init__(
-        self,
-        name: str,
-        places: list[tuple[nn.Module, str]],
-        block_index: int,
-        block_shape: torch.Size,
-        grid: Grid,
-        dtype: torch.dtype,
-        bundle_bytes: int,
-    ) -> None:
-        self.name, self.places, self.block_index = name, places, block_index
-        self._shape, self._z, self._dtype = block_shape, grid.z, dtype
-        rows = block_shape[0] if block_shape else 1
-        self.row_numel = math.prod(block_shape[1:])
-        self.padded_rows_per_rank = -(-rows // grid.z)
-        element_bytes = torch.empty((), dtype=dtype).element_size()
-        # With the padding of rows that do not divide.
-        self.memory_bytes = self.padded_rows_per_rank * grid.z * self.row_numel * element_bytes
-        self.is_small = math.prod(block_shape) * element_bytes <= bundle_bytes
-        # Whole on each rank and in the precision of the work: the shard is the block.
-        self.is_alias = grid.z == 1 and dtype == torch.float32
-        self.pending: Pending | None = None
-        # Since it was gathered: how many lanes its module has served, and whether others have read it.
-        self.passes = 0
-        self.is_read_elsewhere = False
-        self._block: Tensor | None = None
-        self._flat: Tensor | None = None
-        self._hooked = False
-        self._gathered = False
-        self._accumulated: Tensor | None = None
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        module, key = self.places[0]
-        return cast(nn.Parameter, module._parameters[key])
-
-    @property
-    def shard(self) -> Tensor:
-        # `to_local()` would put a node into the graph; FSDP2 reads the same attribute (torch 2.13.0).
-        return cast(DTensor, self.parameter)._local_tensor.detach()
-
-    # -- the block's memory -------------------------------------------------------------------------------------------
-
-    @property
-    def is_released(self) -> bool:
-        return not self._gathered and self.pending is None
-
-    @property
-    def is_in_flight(self) -> bool:
-        return self.pending is not None
-
-    def gather_input(self) -> Tensor:
-        """The shard in the precision of the work, padded to as many rows as the first rank has."""
-        return self.pad_rows(self.shard.to(self._dtype), self.padded_rows_per_rank)
-
-    def pad_rows(self, tensor: Tensor, rows: int | None = None) -> Tensor:
-        rows = self.padded_rows_per_rank * self._z if rows is None else rows
-        tensor = tensor.contiguous()
-        if tensor.shape[0] == rows:
-            return tensor
-        padded = tensor.new_zeros(rows, *tensor.shape[1:])
-        padded[: tensor.shape[0]] = tensor
-        return padded
-
-    def allocate(self) -> Tensor:
-        """Memory for the block, as a flat tensor that autograd does not watch."""
-        numel = self.padded_rows_per_rank * self._z * self.row_numel
-        if self._flat is None:
-            with torch.inference_mode(False):  # these tensors stay, and training is to use them
-                self._flat = torch.empty(numel, dtype=self._dtype, device=self.shard.device)
-                # The padding is at the end: the block is the front of the buffer.
-                self._block = self._flat[: math.prod(self._shape)].view(self._shape).detach()
-        else:
-            self._flat.untyped_storage().resize_(numel * self._flat.element_size())
-        self._gathered = True
-        # Not by `detach`, which shares the version: to autograd the block does not change when its memory returns.
-        return self._flat.data
-
-    def arrive(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
-
-    def release(self) -> None:
-        self.arrive()
-        if self._flat is not None and self._gathered:
-            self._flat.untyped_storage().resize_(0)
-        self._gathered = False
-        self.passes, self.is_read_elsewhere = 0, False
-
-    def block(self) -> Tensor:
-        """The tensor that forward reads: a leaf, whose gradient comes back here."""
-        if self.is_alias:
-            shard = self.shard
-            if self._block is None or self._block.data_ptr() != shard.data_ptr():
-                self._block, self._hooked = shard, False
-        assert self._block is not None
-        wanted = self.parameter.requires_grad
-        if self._block.requires_grad != wanted:
-            self._block.requires_grad_(wanted)
-        if wanted and not self._hooked:
-            self._block.register_post_accumulate_grad_hook(lambda _: self._take())
-            self._hooked = True
-        return self._block
-
-    # -- its gradient -------------------------------------------------------------------------------------------------
-
-    def _take(self) -> None:
-        module, _ = self.places[0]
-        cast(StreamedWeights, module.__dict__["_streamed"]).take_gradient(self)
-
-    def pop_gradient(self, *, keep: bool) -> Tensor | None:
-        """The sum of the gradients since the last that was sent, in fp32; ``keep`` only adds to it."""
-        assert self._block is not None
-        gradient = self._block.grad
-        self._block.grad = None
-        assert gradient is not None
-        gradient = gradient.float()
-        if self._accumulated is not None:
-            gradient = self._accumulated.add_(gradient)
-        self._accumulated = gradient if keep else None
-        return None if keep else gradient
-
-    def set_gradient(self, shard_gradient: Tensor) -> None:
-        parameter = cast(DTensor, self.parameter)
-        local = shard_gradient.view(-1)[: parameter._local_tensor.numel()].view(parameter._local_tensor.shape)
-        if parameter.grad is not None:
-            cast(DTensor, parameter.grad)._local_tensor.add_(local)
-            return
-        # The constructor takes the placements as they are; `from_local` would look at each of them, each step.
-        parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
-
-
-def _shard(
-    model: nn.Module, grid: Grid, blocks: Sequence[nn.Module], dtype: torch.dtype, bundle_bytes: int
-) -> list[_Weight]:
-    """Cut every parameter over z, in place; a tied one is one weight in several places."""
-    block_of = {module: i for i, block in enumerate(blocks) for module in block.modules()}
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(parameter, []).append((module, key))
-                names.setdefault(parameter, f"{name}.{key}" if name else key)
-    weights = []
-    for parameter, where in places.items():
-        block = cast(DTensor, parameter)._local_tensor.detach()
-        if block.ndim == 0 and grid.z > 1:
-            raise Refused(
-                f"{names[parameter]} is a single number, which z={grid.z} ranks cannot share; use z=1, or make it a "
-                "tensor of one element"
-            )
-        sharded = _cut_over_z(cast(DTensor, parameter), block, grid)
-        for module, key in where:
-            module._parameters[key] = sharded
-        index = block_of.get(where[0][0], -1)
-        weights.append(_Weight(names[parameter], where, index, block.shape, grid, dtype, bundle_bytes))
-    return weights
-
-
-def _cut_over_z(parameter: DTensor, block: Tensor, grid: Grid) -> nn.Parameter:
-    if grid.z == 1:
-        shard = block
-    else:
-        rows = -(-block.shape[0] // grid.z)
-        start = min(grid.coordinate("z") * rows, block.shape[0])
-        # A copy, so that the block can be freed.
-        shard = block[start : start + rows].clone()
-    placements: list[Placement] = list(parameter.placements)
-    inner: tuple[Axis, ...] = ("y", "x")
-    cut = math.prod(
-        grid.size(a) for a in inner if isinstance(p := placements[AXES.index(a)], Shard) and p.dim == 0
-    )
-    if block.ndim > 0:
-        placements[AXES.index("z")] = Shard(0) if cut == 1 else _StridedShard(0, split_factor=cut)
-    local = DTensor.from_local(
-        shard, grid.mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return nn.Parameter(local, requires_grad=parameter.requires_grad)
-
-
-def _largest_block_bytes(weights: Sequence[_Weight]) -> int:
-    """Bytes of the fp32 gradients of the largest block."""
-    totals: dict[int, int] = {}
-    for weight in weights:
-        if weight.block_index >= 0:
-            totals[weight.block_index] = totals.get(weight.block_index, 0) + math.prod(weight._shape) * 4
-    return max(totals.values(), default=0)
 
 
 def _cast_inputs(dtype: torch.dtype) -> Any:
