@@ -1,10 +1,11 @@
 """Small versions of the benchmarks: what they promise holds, and a planted fault makes them fail."""
 
 import json
+import re
 
 import pytest
 
-from benchmarks import cluster, engine, families, measure, memory, overlap, parity, traffic
+from benchmarks import cluster, engine, families, headline, measure, memory, overlap, parity, traffic
 from fourfold.grid import Grid
 from fourfold.selftest import KINDS, Errors, grids_of
 
@@ -107,6 +108,19 @@ def test_overlap_is_measured_and_drawn(axis, tmp_path, capsys):
 def test_steps_between_hosts_are_measured_at_the_balanced_rate(capsys):
     assert engine.main(["--only", "d-z2-hosts", *TINY]) in (0, 1)
     assert "Mbit/s" in capsys.readouterr().out
+
+
+@needs_cluster
+@pytest.mark.limit(400)
+def test_both_sides_of_the_headline_are_searched_and_timed(capfd):
+    sizes = ["--hidden", "64", "--layers", "1", "--rounds", "3"]
+    assert headline.main(["--regimes", "strong", "--mbit", "1000", *sizes]) in (0, 1)
+    said = capfd.readouterr().out
+    assert "refused" not in said
+    # z * data is 1 or 2, so x * y is 8 or 4: ten grids, and three splits of theirs.
+    assert len(set(re.findall(r"^    ours (\(.*?\)) ", said, re.MULTILINE))) == 10
+    assert len(set(re.findall(r"^    theirs (replicas=\d+ shards=\d+ tensor=\d+)", said, re.MULTILINE))) == 3
+    assert "engine and overlap" in said
 
 
 def test_computation_and_communication_alone_are_what_they_say(pool):

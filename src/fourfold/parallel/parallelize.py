@@ -76,8 +76,11 @@ def parallelize(
 
     # 3. The loss of logits whose vocabulary is cut over x, and of a batch that is cut over z and data.
     guard = guard_loss(model, grid, swapped.vocab_size)
-    if getattr(getattr(model, "config", None), "use_cache", None):
-        model.config.use_cache = False  # type: ignore[union-attr]
+    # The part of a multimodal model that reads text has a configuration of its own.
+    caching = [m.config for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", None)]
+    if caching:
+        for config in caching:
+            config.use_cache = False  # type: ignore[union-attr]
         notes.append("config.use_cache set to False: training keeps no key/value cache")
 
     # 4. Recomputation of activations and the bounds of random numbers, block by block.
