@@ -186,6 +186,11 @@ class Collectives:
             seconds.append(busy_s() - start_s - self._busy_in_waits_s)
             self._busy_in_waits_s = None
 
+    @property
+    def measures_computing(self) -> bool:
+        """Does somebody want to know?"""
+        return self._busy_in_waits_s is not None
+
     def add_computing(self, seconds: float) -> None:
         """Another thread computed for this step."""
         if self._busy_in_waits_s is not None:

@@ -17,6 +17,7 @@ import functools
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -131,6 +132,7 @@ class Lanes:
             worker.start(functools.partial(self._run_lane, turn, i, lane, state))
             for i, (worker, lane) in enumerate(zip(self._workers, lanes, strict=True))
         ]
+        turn.passed_on_s = time.perf_counter()
         turn.go[0].release()
         for event in finished:
             event.wait()
@@ -142,7 +144,7 @@ class Lanes:
 
     def _run_lane(self, turn: _Turn, lane: int, work: Callable[[], Any], state: _ThreadState) -> None:
         turn.go[lane].acquire()
-        busy_before_s = busy_s()
+        self._take_up(turn)
         turn.lane_of[threading.get_ident()] = lane
         try:
             with state.entered():
@@ -154,9 +156,9 @@ class Lanes:
         except BaseException as error:
             turn.error = turn.error or error
         finally:
-            self.grid.collectives.add_computing(busy_s() - busy_before_s)
             self._highest = max(self._highest, _get_sequence_nr())
             turn.over[lane] = True
+            self._lay_down(turn)
             turn.go[1 - lane].release()
 
     def pass_on(self) -> None:
@@ -165,10 +167,24 @@ class Lanes:
         lane = None if turn is None else turn.lane_of.get(threading.get_ident())
         if turn is None or lane is None or turn.over[1 - lane]:
             return
+        self._lay_down(turn)
         turn.go[1 - lane].release()
         turn.go[lane].acquire()
+        self._take_up(turn)
         if turn.error is not None:
             raise _Abandoned
+
+    # Who measures a step counts what a lane does in its turn, and the change of lanes by the clock: in it both are awake.
+
+    def _lay_down(self, turn: _Turn) -> None:
+        if self.grid.collectives.measures_computing:
+            self.grid.collectives.add_computing(busy_s() - turn.busy_before_s)
+            turn.passed_on_s = time.perf_counter()
+
+    def _take_up(self, turn: _Turn) -> None:
+        if self.grid.collectives.measures_computing:
+            self.grid.collectives.add_computing(time.perf_counter() - turn.passed_on_s)
+            turn.busy_before_s = busy_s()
 
     def begin_section(self) -> None:
         """What this lane makes from here on runs, in backward, apart from the other lane's part of the section."""
@@ -206,6 +222,9 @@ class _Turn:
     section: list[int] = field(default_factory=lambda: [0] * LANES)
     section_start: list[int] = field(default_factory=lambda: [0] * LANES)
     longest: int = 0
+    # When the turn passed on, and what the one whose turn it is had computed before.
+    passed_on_s: float = 0.0
+    busy_before_s: float = 0.0
 
 
 class _Abandoned(Exception):
