@@ -16,7 +16,6 @@ Theirs is also shown tuned beyond what PyTorch has (gradients reduced behind bac
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from transformers import LlamaConfig
 from benchmarks import baseline
 from benchmarks.cluster import Cluster, why_not
 from benchmarks.engine import opponent, ours
-from benchmarks.measure import Times, batch, change_rate, interleaved, llama, ratio, save, timed
+from benchmarks.measure import Times, batch, change_rate, interleaved, llama, new_world, ratio, save, timed
 from fourfold import Overlap
 from fourfold.grid import Grid, factorisations
 
@@ -81,7 +80,7 @@ def search(candidates: dict[str, Callable[[], Step]], rates: list[float]) -> dic
             continue
         found[name] = quick_s(step, rates)
         del step
-        gc.collect()
+        new_world()
         if dist.get_rank() == 0:
             times = "  ".join(f"{s:.2f} s" for s in found[name])
             print(f"    {name:44} {times}   ({time.perf_counter() - start_s:.0f} s)", flush=True)
@@ -173,8 +172,8 @@ def regime_of(name: str, config: LlamaConfig, rates: list[float], rounds: int) -
             "theirs": their_name,
             "times": {n: t.seconds for n, t in times.items()},
         }
-        del ways
-        gc.collect()
+        del ways, step
+        new_world()
     return results
 
 

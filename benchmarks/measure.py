@@ -6,6 +6,7 @@ besides hits all alike. Ranks meet before each time is taken; a step takes as lo
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import time
@@ -13,12 +14,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
@@ -74,6 +78,28 @@ def timed(work: Callable[[], Any]) -> float:
     taken_s = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
     dist.all_reduce(taken_s, dist.ReduceOp.MAX)
     return float(taken_s)
+
+
+def new_world() -> None:
+    """Leave all groups behind, with their threads, for a world without any; call on all ranks.
+
+    A thread of Gloo wakes up a hundred times a second for each group there is, used or not. After some twenty layouts on
+    eight ranks that is most of what two cores do. Models of the old world must not be used any more.
+    """
+    global _store, _worlds
+    rank, size = dist.get_rank(), dist.get_world_size()
+    _store = _store or _get_default_store()
+    dist.barrier()
+    gc.collect()
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # what DTensor remembers of meshes that are gone
+    _worlds += 1
+    store = dist.PrefixStore(f"world {_worlds}", _store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+
+
+_store: dist.Store | None = None
+_worlds = 0
 
 
 # -- the model ----------------------------------------------------------------------------------------------------------
