@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -24,13 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import LlamaConfig
 
 from benchmarks import baseline
 from benchmarks.cluster import Cluster, why_not
 from benchmarks.engine import opponent, ours
-from benchmarks.measure import Times, batch, change_rate, interleaved, llama, new_world, ratio, save, timed
+from benchmarks.measure import Times, batch, change_rate, in_fresh_world, interleaved, llama, ratio, timed
 from fourfold import Overlap
 from fourfold.grid import Grid, factorisations
 
@@ -42,6 +42,13 @@ REGIMES = {"large batch": (16, 128), "strong scaling": (2, 512)}
 ALL_WEIGHTS = (
     2**40
 )  # bytes: every gathered weight stays until backward, as reshard_after_forward=False has it
+NOTHING: dict[str, Any] = {
+    "prefetch": 0,
+    "gradients": False,
+    "backward": False,
+    "forward_chunks": 1,
+    "interleave": False,
+}
 Shape = tuple[int, int, int, int]
 Step = Callable[[], None]
 
@@ -55,8 +62,12 @@ def build_theirs(config: LlamaConfig, ids: Any, layout: baseline.Layout, **chang
     return opponent(config, layout, ids, **{"overlap": False, "reshard_after_forward": False, **changes})
 
 
-def quick_s(step: Step, rates: list[float]) -> list[float]:
-    """The better of two steps at each rate."""
+def quick_s(make: Callable[[], Step], rates: list[float]) -> list[float] | str:
+    """The better of two steps at each rate; why, if PyTorch or Fourfold refuses the layout."""
+    try:
+        step = make()
+    except ValueError as error:
+        return str(error)
     change_rate(None)
     for _ in range(2):
         step()
@@ -72,19 +83,19 @@ def search(candidates: dict[str, Callable[[], Step]], rates: list[float]) -> dic
     found = {}
     for name, make in candidates.items():
         start_s = time.perf_counter()
-        try:
-            step = make()
-        except ValueError as error:
-            if dist.get_rank() == 0:
-                print(f"    {name}: refused: {error}", flush=True)
+        seconds = in_fresh_world(quick_s, make, rates)
+        if isinstance(seconds, str):
+            say(f"    {name}: refused: {seconds}")
             continue
-        found[name] = quick_s(step, rates)
-        del step
-        new_world()
-        if dist.get_rank() == 0:
-            times = "  ".join(f"{s:.2f} s" for s in found[name])
-            print(f"    {name:44} {times}   ({time.perf_counter() - start_s:.0f} s)", flush=True)
+        found[name] = seconds
+        times = "  ".join(f"{s:.2f} s" for s in seconds)
+        say(f"    {name:44} {times}   ({time.perf_counter() - start_s:.0f} s)")
     return found
+
+
+def say(what: str) -> None:
+    if os.environ["RANK"] == "0":
+        print(what, flush=True)
 
 
 def best(found: dict[str, list[float]], rate: int) -> list[str]:
@@ -95,8 +106,7 @@ def best(found: dict[str, list[float]], rate: int) -> list[str]:
 def regime_of(name: str, config: LlamaConfig, rates: list[float], rounds: int) -> dict[str, Any]:
     sequences, length = REGIMES[name]
     ids = batch(config, sequences, length)
-    if dist.get_rank() == 0:
-        print(f"\n{name}: {sequences} sequences of {length}; search, seconds at {rates} Mbit/s", flush=True)
+    say(f"\n{name}: {sequences} sequences of {length}; search, seconds at {rates} Mbit/s")
     heads = config.num_attention_heads
     grids = {str(s): s for s in factorisations(WORLD) if sequences % (s[0] * s[1]) == 0 and heads % s[3] == 0}
     layouts = {
@@ -141,52 +151,48 @@ def regime_of(name: str, config: LlamaConfig, rates: list[float], rounds: int) -
         our_name, their_name = best(our_found, rate)[0], best(their_found, rate)[0]
         layout = next(lay for n, lay in layouts.items() if their_name.startswith(f"theirs {n}"))
         same: Shape = (layout.replicas, layout.shards, 1, layout.tensor)
-        ways = {
-            "ours": (our_makers | more_ours)[our_name](),
-            "theirs": (their_makers | more_theirs)[their_name](),
-            "theirs tuned": build_theirs(config, ids, layout, overlap=True),
-            "ours on their layout": build_ours(config, ids, same),
-            "ours on their layout, nothing overlapped": ours(
-                config,
-                Grid.create(same, timeout_s=600),
-                ids,
-                weights="streamed",
-                overlap=Overlap(
-                    keep_bytes=ALL_WEIGHTS,
-                    prefetch=0,
-                    gradients=False,
-                    backward=False,
-                    forward_chunks=1,
-                    interleave=False,
-                ),
-            ),
+        makers: dict[str, Callable[[], Step]] = {
+            "ours": (our_makers | more_ours)[our_name],
+            "theirs": (their_makers | more_theirs)[their_name],
+            "theirs tuned": lambda lay=layout: build_theirs(config, ids, lay, overlap=True),
+            "ours on their layout": lambda s=same: build_ours(config, ids, s),
+            "ours on their layout, nothing overlapped": lambda s=same: build_ours(config, ids, s, **NOTHING),
         }
-        change_rate(None)
-        for step in ways.values():
-            for _ in range(3):
-                step()
-        change_rate(mbit)
-        times = interleaved(ways, rounds)
         results[str(mbit)] = {
             "ours": our_name,
             "theirs": their_name,
-            "times": {n: t.seconds for n, t in times.items()},
+            # The two alone, so that no other way's groups are there; then what it comes from.
+            "pair": in_fresh_world(in_turns, {n: makers[n] for n in ("ours", "theirs")}, mbit, rounds),
+            "times": in_fresh_world(in_turns, makers, mbit, rounds),
         }
-        del ways, step
-        new_world()
     return results
+
+
+def in_turns(makers: dict[str, Callable[[], Step]], mbit: float, rounds: int) -> dict[str, tuple[float, ...]]:
+    """Seconds of each of these ways, taken in turns."""
+    ways = {name: make() for name, make in makers.items()}
+    change_rate(None)
+    for step in ways.values():
+        for _ in range(3):
+            step()
+    change_rate(mbit)
+    return {name: times.seconds for name, times in interleaved(ways, rounds).items()}
 
 
 def show(regime: str, mbit: str, result: dict[str, Any]) -> float:
     times = {n: Times(tuple(seconds)) for n, seconds in result["times"].items()}
-    faster = ratio(times["theirs"], times["ours"])
+    pair = {n: Times(tuple(seconds)) for n, seconds in result["pair"].items()}
+    faster = ratio(pair["theirs"], pair["ours"])
     overlap = ratio(times["theirs"], times["ours on their layout"])
     layout = ratio(times["ours on their layout"], times["ours"])
     print(f"\n{regime} at {float(mbit):.0f} Mbit/s: {faster:.2f} x faster (bar {BAR})")
-    print(f"    {result['ours']}: {times['ours']}")
-    print(f"    {result['theirs']}: {times['theirs']}; tuned {times['theirs tuned']}")
+    print(f"    {result['ours']}: {pair['ours']}")
+    print(f"    {result['theirs']}: {pair['theirs']}")
     plain = times["ours on their layout, nothing overlapped"]
-    print(f"    ours on their layout {times['ours on their layout']}, with nothing overlapped {plain}")
+    print(
+        f"    beside each other: ours {times['ours']}, theirs {times['theirs']}, theirs tuned {times['theirs tuned']}, "
+        f"ours on their layout {times['ours on their layout']}, with nothing overlapped {plain}"
+    )
     print(f"    of it engine and overlap {overlap:.2f} x, layout {layout:.2f} x", flush=True)
     return faster
 
@@ -206,11 +212,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     regimes = [r for r in REGIMES if any(r.startswith(word) for word in options.regimes)]
     if options.out:
-        Grid.create((1, 1, 1, WORLD), timeout_s=600)
         config = llama(options.hidden, options.layers)
-        save(options.out, {r: regime_of(r, config, options.mbit, options.rounds) for r in regimes})
-        dist.barrier()
-        dist.destroy_process_group()
+        results = {r: regime_of(r, config, options.mbit, options.rounds) for r in regimes}
+        if os.environ["RANK"] == "0":
+            Path(options.out).write_text(json.dumps(results))
         return 0
     reason = why_not()
     if reason is not None:

@@ -6,10 +6,13 @@ besides hits all alike. Ranks meet before each time is taken; a step takes as lo
 
 from __future__ import annotations
 
-import gc
+import ctypes
 import json
+import os
+import signal
 import statistics
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
@@ -80,26 +81,45 @@ def timed(work: Callable[[], Any]) -> float:
     return float(taken_s)
 
 
-def new_world() -> None:
-    """Leave all groups behind, with their threads, for a world without any; call on all ranks.
+def in_fresh_world(work: Callable[..., Any], *args: Any) -> Any:
+    """What ``work`` returns (as JSON can say it), called in a copy of this process that joins a world of its own.
 
-    A thread of Gloo wakes up a hundred times a second for each group there is, used or not. After some twenty layouts on
-    eight ranks that is most of what two cores do. Models of the old world must not be used any more.
+    Call on all ranks, before any of them has joined one. A thread of Gloo wakes up a hundred times a second for each group
+    that a process ever made, used or not: after twenty layouts on eight ranks that is most of what two cores do.
     """
-    global _store, _worlds
-    rank, size = dist.get_rank(), dist.get_world_size()
-    _store = _store or _get_default_store()
-    dist.barrier()
-    gc.collect()
-    dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # what DTensor remembers of meshes that are gone
+    global _worlds
     _worlds += 1
-    store = dist.PrefixStore(f"world {_worlds}", _store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # not to outlive who waits for it
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.PrefixStore(f"world {_worlds}", dist.TCPStore(address, port, is_master=False))
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600)
+            )
+            with os.fdopen(writer, "w") as out:
+                json.dump(work(*args), out)
+            dist.barrier()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        said = answer.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise RuntimeError(f"a rank's copy ended with {os.waitstatus_to_exitcode(status)}")
+    return json.loads(said)
 
 
-_store: dist.Store | None = None
 _worlds = 0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 # -- the model ----------------------------------------------------------------------------------------------------------
