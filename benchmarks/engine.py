@@ -42,6 +42,7 @@ from benchmarks.measure import (
     balance,
     batch,
     build,
+    end_rank,
     interleaved,
     llama,
     ratio,
@@ -194,9 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = (config, options.sequences, options.length, options.rounds)
     if options.worker:
         save(options.out, measure(options.worker, *sizes))
-        dist.barrier()
-        dist.destroy_process_group()
-        return 0
+        end_rank()
 
     chosen = [p for p in PARTS if not options.only or p in options.only or p[0] in options.only]
     print(

@@ -33,6 +33,7 @@ from benchmarks.measure import (
     balance,
     batch,
     build,
+    end_rank,
     interleaved,
     llama,
     ratio,
@@ -123,8 +124,7 @@ def worker(axis: str, options: argparse.Namespace) -> None:
         "reports": reports,
     }
     save(options.out, {**results, "times": {name: t.seconds for name, t in times.items()}})
-    dist.barrier()
-    dist.destroy_process_group()
+    end_rank()
 
 
 def own_threads_s() -> float:
