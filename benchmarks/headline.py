@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,17 @@ from transformers import LlamaConfig
 from benchmarks import baseline
 from benchmarks.cluster import Cluster, why_not
 from benchmarks.engine import opponent, ours
-from benchmarks.measure import Times, batch, change_rate, in_fresh_world, interleaved, llama, ratio, timed
+from benchmarks.measure import (
+    Times,
+    batch,
+    change_rate,
+    in_fresh_world,
+    interleaved,
+    llama,
+    ratio,
+    save,
+    timed,
+)
 from fourfold import Overlap
 from fourfold.grid import Grid, factorisations
 
@@ -42,19 +53,14 @@ REGIMES = {"large batch": (16, 128), "strong scaling": (2, 512)}
 ALL_WEIGHTS = (
     2**40
 )  # bytes: every gathered weight stays until backward, as reshard_after_forward=False has it
-NOTHING: dict[str, Any] = {
-    "prefetch": 0,
-    "gradients": False,
-    "backward": False,
-    "forward_chunks": 1,
-    "interleave": False,
-}
 Shape = tuple[int, int, int, int]
 Step = Callable[[], None]
 
 
-def build_ours(config: LlamaConfig, ids: Any, shape: Shape, **changes: Any) -> Step:
-    overlap = Overlap(**{"keep_bytes": ALL_WEIGHTS, **changes})
+def build_ours(
+    config: LlamaConfig, ids: Any, shape: Shape, usual: Overlap | None = None, **changes: Any
+) -> Step:
+    overlap = replace(usual or Overlap(), **{"keep_bytes": ALL_WEIGHTS, **changes})
     return ours(config, Grid.create(shape, timeout_s=600), ids, weights="streamed", overlap=overlap)
 
 
@@ -156,7 +162,9 @@ def regime_of(name: str, config: LlamaConfig, rates: list[float], rounds: int) -
             "theirs": (their_makers | more_theirs)[their_name],
             "theirs tuned": lambda lay=layout: build_theirs(config, ids, lay, overlap=True),
             "ours on their layout": lambda s=same: build_ours(config, ids, s),
-            "ours on their layout, nothing overlapped": lambda s=same: build_ours(config, ids, s, **NOTHING),
+            "ours on their layout, nothing overlapped": lambda s=same: build_ours(
+                config, ids, s, Overlap.none()
+            ),
         }
         results[str(mbit)] = {
             "ours": our_name,
@@ -214,8 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.out:
         config = llama(options.hidden, options.layers)
         results = {r: regime_of(r, config, options.mbit, options.rounds) for r in regimes}
-        if os.environ["RANK"] == "0":
-            Path(options.out).write_text(json.dumps(results))
+        save(options.out, results)
         return 0
     reason = why_not()
     if reason is not None:

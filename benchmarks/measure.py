@@ -273,5 +273,5 @@ def end_rank() -> NoReturn:
 
 
 def save(path: str | Path, results: Mapping[str, Any]) -> None:
-    if dist.get_rank() == 0:
+    if os.environ["RANK"] == "0":
         Path(path).write_text(json.dumps(results, default=lambda value: asdict(value)))

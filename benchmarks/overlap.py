@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,27 +50,21 @@ from fourfold import Overlap
 from fourfold.grid import AXES
 
 BARS = {"x": 1.40, "y": 1.40, "z": 1.20, "data": 1.20}
-OFF: dict[str, Any] = {
-    "prefetch": 0,
-    "gradients": False,
-    "backward": False,
-    "forward_chunks": 1,
-    "interleave": False,
-}
+OFF = Overlap.none()
 ACTIVATIONS = {
-    "nothing": Overlap(**OFF),
-    "backward behind dW": Overlap(**{**OFF, "backward": True}),
-    "forward in chunks": Overlap(**{**OFF, "forward_chunks": "auto"}),
-    "halves in turns": Overlap(**{**OFF, "interleave": True}),
+    "nothing": OFF,
+    "backward behind dW": replace(OFF, backward=True),
+    "forward in chunks": replace(OFF, forward_chunks="auto"),
+    "halves in turns": replace(OFF, interleave=True),
     "everything": Overlap(),
 }
 WEIGHTS = {
-    "nothing": Overlap(**OFF),
-    "gather ahead": Overlap(**{**OFF, "prefetch": Overlap().prefetch}),
-    "scatter behind": Overlap(**{**OFF, "gradients": True}),
+    "nothing": OFF,
+    "gather ahead": replace(OFF, prefetch=Overlap().prefetch),
+    "scatter behind": replace(OFF, gradients=True),
     "everything": Overlap(),
 }
-GRADIENTS = {"nothing": Overlap(**OFF), "everything": Overlap()}
+GRADIENTS = {"nothing": OFF, "everything": Overlap()}
 VARIANTS = {"x": ACTIVATIONS, "y": ACTIVATIONS, "z": WEIGHTS, "data": GRADIENTS}
 
 

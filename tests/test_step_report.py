@@ -13,7 +13,7 @@ from fourfold.grid import Grid
 from fourfold.parallel.collectives import Collectives
 from fourfold.ranks import RankPool
 
-STEPS = 7
+STEPS = 21  # so many that what else the machine does stays out of the median
 UNACCOUNTED = 0.05
 
 
@@ -55,9 +55,7 @@ def unaccounted(reports: list[list[tuple[float, float, float]]]) -> float:
 def test_compute_and_exposed_make_the_step(
     shape: tuple[int, int, int, int], weights: str, pool: RankPool
 ) -> None:
-    # A busy machine may hold up a thread in ways that the kernel does not count: it gets three chances.
-    tries = (unaccounted(pool.run(steps, 2, shape, weights, False)) for _ in range(3))
-    assert any(share <= UNACCOUNTED for share in tries)
+    assert unaccounted(pool.run(steps, 2, shape, weights, False)) <= UNACCOUNTED
 
 
 def test_a_forgotten_wait_shows(pool: RankPool) -> None:

@@ -52,7 +52,6 @@ class Overlap:
             raise ValueError(
                 f"Overlap(forward_chunks={self.forward_chunks}) makes no chunk; use 1 for the tokens in one piece, or 'auto'"
             )
-
         if self.interleave not in (True, False, "auto"):
             raise ValueError(
                 f"Overlap(interleave={self.interleave!r}) is not known; use True, False or 'auto'"

@@ -33,6 +33,7 @@ class StreamedWeight:
     ) -> None:
         self.name, self.places, self.block_index = name, places, block_index
         self._shape, self._z, self._dtype = block_shape, grid.z, dtype
+        self._collectives = grid.collectives
         rows = block_shape[0] if block_shape else 1
         self.row_numel = math.prod(block_shape[1:])
         self.padded_rows_per_rank = -(-rows // grid.z)
@@ -96,7 +97,7 @@ class StreamedWeight:
                 # The padding is at the end: the block is the front of the buffer.
                 self._block = self._flat[: math.prod(self._shape)].view(self._shape).detach()
         else:
-            self._flat.untyped_storage().resize_(numel * self._flat.element_size())
+            self._resize(numel * self._flat.element_size())
         self._gathered = True
         # Not by `detach`, which shares the version: to autograd the block does not change when its memory returns.
         return self._flat.data
@@ -109,9 +110,15 @@ class StreamedWeight:
     def release(self) -> None:
         self.arrive()
         if self._flat is not None and self._gathered:
-            self._flat.untyped_storage().resize_(0)
+            self._resize(0)
         self._gathered = False
         self.passes, self.is_read_elsewhere = 0, False
+
+    def _resize(self, size_bytes: int) -> None:
+        assert self._flat is not None
+        # On CPU the kernel holds up who changes the map of memory while Gloo's threads use it.
+        with self._collectives.by_the_clock():
+            self._flat.untyped_storage().resize_(size_bytes)
 
     def block(self) -> Tensor:
         """The tensor that forward reads: a leaf, whose gradient comes back here."""

@@ -102,7 +102,7 @@ class _SumBackward(torch.autograd.Function):
 
 
 def _takes_turns(purpose: Purpose) -> bool:
-    """A norm's statistics are so few bytes that waiting for them is cheaper than a change of lanes, as measured."""
+    """A norm's statistics are so few bytes that waiting for them is cheaper than a change of lanes."""
     return purpose != "norm"
 
 
