@@ -1,5 +1,6 @@
 """Fourfold: PyTorch-native 4D parallel training of Hugging Face models."""
 
+from fourfold.dry_run.run import DryRun, dryrun
 from fourfold.grid import Grid, factorisations
 from fourfold.parallel.clip import clip_grad_norm_
 from fourfold.parallel.loss import count_labels, cross_entropy, full_logits
@@ -16,6 +17,7 @@ from fourfold.ranks import RankPool
 __version__ = "0.1.0"
 
 __all__ = [
+    "DryRun",
     "Grid",
     "Overlap",
     "RankPool",
@@ -26,6 +28,7 @@ __all__ = [
     "clip_grad_norm_",
     "count_labels",
     "cross_entropy",
+    "dryrun",
     "factorisations",
     "full_logits",
     "measure_step",

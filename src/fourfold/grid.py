@@ -37,6 +37,8 @@ class Grid:
     mesh: DeviceMesh
     device: torch.device
     collectives: Collectives = field(repr=False)
+    # The kind of device that decisions are made for: that of ``device``, but in a dry run the one of the cluster.
+    target: str
 
     @staticmethod
     def create(
@@ -68,7 +70,7 @@ class Grid:
         return Grid.from_mesh(mesh, device)
 
     @staticmethod
-    def from_mesh(mesh: DeviceMesh, device: torch.device) -> Grid:
+    def from_mesh(mesh: DeviceMesh, device: torch.device, *, target: str | None = None) -> Grid:
         """A grid over a mesh that exists and whose axes are (data, z, y, x)."""
         from fourfold.parallel.collectives import Collectives
 
@@ -78,7 +80,8 @@ class Grid:
                 "pass mesh_dim_names=fourfold.grid.AXES to init_device_mesh, or use Grid.create"
             )
         data, z, y, x = mesh.shape
-        return Grid(data, z, y, x, mesh, device, Collectives(mesh))
+        target = target or device.type
+        return Grid(data, z, y, x, mesh, device, Collectives(mesh, target), target)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

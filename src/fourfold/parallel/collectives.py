@@ -19,6 +19,9 @@ from typing import Any, Literal, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# The work of the `fake` back end; no public name (torch 2.13.0).
+from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -78,6 +81,14 @@ class Flight:
     waits_ns: list[tuple[int, int]] = field(default_factory=list)
 
 
+class Observer(Protocol):
+    """Who wants to know of each collective when it starts, and when it is waited for."""
+
+    def started(self, flight: Flight, *tensors: Tensor) -> None: ...
+
+    def waited(self, flight: Flight) -> None: ...
+
+
 class Turns(Protocol):
     """Where the halves of a batch change over (`interleave.py`)."""
 
@@ -114,7 +125,8 @@ class Pending:
 
     def is_done(self) -> bool:
         """Would waiting take no time?"""
-        return self._work is None or self._work.is_completed()
+        # Work that nobody does (the back end of a dry run) counts as under way until it is waited for.
+        return self._work is None or (not isinstance(self._work, FakeWork) and self._work.is_completed())
 
 
 _DONE = Pending()
@@ -123,7 +135,7 @@ _DONE = Pending()
 class Collectives:
     """The collectives of one grid and their account."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, target: str) -> None:
         self._mesh = mesh
         self._sizes = dict(zip(cast(tuple[str, ...], mesh.mesh_dim_names), mesh.shape, strict=True))
         self._groups = {axis: mesh.get_group(axis) for axis, size in self._sizes.items() if size > 1}
@@ -131,10 +143,13 @@ class Collectives:
         self._clock = clock_of(mesh.device_type)
         self._unread: list[tuple[_Key, Any, Any]] = []
         self._flights: list[Flight] | None = None
+        self.observer: Observer | None = None
         self._busy_in_waits_s: float | None = None
         # Who else may work while something is in flight: nobody, unless the halves of a batch take turns.
         self.turns: Turns = Alone()
-        self._on_gloo = any(dist.get_backend(group) == "gloo" for group in self._groups.values())
+        # Also where Gloo is only imitated: a dry run for CPUs.
+        self._on_gloo = any(dist.get_backend(group) in ("gloo", "fake") for group in self._groups.values())
+        self._on_gloo &= target == "cpu"
 
     def size(self, axis: Axis) -> int:
         return self._sizes[axis]
@@ -234,10 +249,11 @@ class Collectives:
         """Put a collective on the account; a flight, if somebody records."""
         payload_bytes = payload.numel() * payload.element_size()
         self._add(Entry(axis, kind, purpose, self.size(axis), 1, payload_bytes))
-        if self._flights is None:
+        if self._flights is None and self.observer is None:
             return None
         flight = Flight(axis, kind, purpose, module, payload_bytes, time.time_ns())
-        self._flights.append(flight)
+        if self._flights is not None:
+            self._flights.append(flight)
         return flight
 
     def _pending(
@@ -249,7 +265,9 @@ class Collectives:
         finish: Callable[[], None] | None = None,
     ) -> Pending:
         """``work`` in flight, with a wait that is timed."""
-        if flight is not None and self._clock.immediate:
+        if flight is not None and self.observer is not None:
+            self.observer.started(flight, *tensors)
+        if self._flights is not None and flight is not None and self._clock.immediate:
 
             def landed(_: Any) -> None:
                 flight.done_ns = time.time_ns()
@@ -273,6 +291,8 @@ class Collectives:
                     self._read_times()
             if flight is not None:
                 flight.waits_ns.append((start_ns, time.time_ns()))
+                if self.observer is not None:
+                    self.observer.waited(flight)
             if finish is not None:
                 finish()
 

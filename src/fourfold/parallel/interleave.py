@@ -25,10 +25,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 # Counts the nodes that this thread made; there is no public name for it (torch 2.13.0).
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fourfold.grid import Grid
@@ -62,7 +63,7 @@ def why_not(
         return "FSDP2 takes one forward at a time; use weights='streamed'"
     if uses_dropout:
         return "the halves would draw each other's random numbers; use a dropout of 0"
-    if overlap.interleave == "auto" and grid.device.type == "cuda":
+    if overlap.interleave == "auto" and grid.target == "cuda":
         return "auto: not measured on CUDA yet; use Overlap(interleave=True)"
     if overlap.interleave is False:
         return "asked for"
@@ -121,8 +122,9 @@ class Lanes:
 
     def run(self, lanes: Sequence[Callable[[], Any]]) -> list[Any]:
         """What the lanes return. If one fails, its error is raised when the other has stopped."""
-        if _get_current_dispatch_mode() is not None:
-            # Modes (that of fake tensors, a counter of FLOPs) belong to this thread: the lanes run one after the other.
+        modes = _get_current_dispatch_mode_stack()
+        if not all(isinstance(m, FakeTensorMode) or getattr(m, "follows_threads", False) for m in modes):
+            # A mode (a counter of FLOPs) belongs to this thread: the lanes run one after the other.
             return [lane() for lane in lanes]
         if not self._workers:
             self._workers = [_Worker() for _ in range(LANES)]
@@ -195,9 +197,10 @@ class Lanes:
         turn.longest = max(turn.longest, _get_sequence_nr() - turn.section_start[lane])
         number = turn.first_number + (LANES * turn.section[lane] + lane) * turn.gap
         turn.section[lane] += 1
-        # The counter only moves when a node is made.
-        while _get_sequence_nr() < number:
-            _PROBE.view_as(_PROBE)
+        # The counter only moves when a node is made; whoever watches operators need not see these.
+        with torch._C._DisableTorchDispatch():
+            while _get_sequence_nr() < number:
+                _PROBE.view_as(_PROBE)
         turn.section_start[lane] = _get_sequence_nr()
 
 
@@ -259,6 +262,7 @@ class _ThreadState:
         kind = device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         self._stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+        self._modes = _get_current_dispatch_mode_stack()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -270,6 +274,8 @@ class _ThreadState:
                 stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast is not None:
                 stack.enter_context(torch.autocast(self._autocast[0], self._autocast[1]))
+            for mode in self._modes:
+                stack.enter_context(mode)
             yield
 
 

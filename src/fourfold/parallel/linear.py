@@ -151,7 +151,7 @@ class SiblingGroup:
 
     def chunks(self, flat: Tensor, outputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, dict[int, slice]]]:
         """Pieces of ``flat``, the memory of all outputs, and the rows of which output each of them is."""
-        count = self.overlap.chunks_of(flat) if self.grid.size(self.in_axis) > 1 else 1
+        count = self.overlap.chunks_of(flat, self.grid.target) if self.grid.size(self.in_axis) > 1 else 1
         if count == 1:
             yield flat, {i: slice(None) for i in range(len(outputs))}
             return

@@ -65,12 +65,12 @@ class Overlap:
         names = ("prefetch", "bundle_bytes", "keep_bytes", "gradients", "in_flight_bytes")
         return [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) != getattr(usual, n)]
 
-    def chunks_of(self, output: Tensor) -> int:
-        """In how many parts an output's all-reduce goes."""
+    def chunks_of(self, output: Tensor, target: str) -> int:
+        """In how many parts an output's all-reduce goes, on that kind of device."""
         if self.forward_chunks != "auto":
             return self.forward_chunks
         # A part should take longer to send than a collective takes to start: about 0.3 ms for Gloo, 20 us for NCCL.
-        worthwhile_bytes = 16 * 2**20 if output.is_cuda else 2**20
+        worthwhile_bytes = 16 * 2**20 if target == "cuda" else 2**20
         return max(1, min(_MAX_CHUNKS, output.numel() * output.element_size() // worthwhile_bytes))
 
     @staticmethod

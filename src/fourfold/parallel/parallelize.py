@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,6 +21,7 @@ from fourfold.parallel.loss import guard_loss
 from fourfold.parallel.materialise import initialise_shards, load_shards
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout, seed_ranks
+from fourfold.parallel.recipe import Recipe
 from fourfold.parallel.report import Report, Row, describe
 from fourfold.parallel.roles import assign
 from fourfold.parallel.swap import swap_modules
@@ -57,16 +59,60 @@ def parallelize(
         >>> report.local_parameters() == sum(p.numel() for p in fresh.parameters())  # all of them on one rank
         True
     """
+    on_meta = any(p.is_meta for p in model.parameters())
+    report, recipes = arrange(
+        model,
+        grid,
+        roles=roles,
+        precision=precision,
+        activation_checkpointing=activation_checkpointing,
+        weights=weights,
+        overlap=overlap,
+        seed=seed if on_meta and checkpoint is None else None,
+    )
+
+    # 7. Numbers for the shards of a model that was built on meta, or that a checkpoint has.
+    notes = []
+    with CheckpointFiles(checkpoint) if checkpoint is not None else nullcontext() as files:
+        if on_meta:
+            model.to_empty(device=grid.device)
+            restore_buffers(model, grid.device, from_checkpoint=files.names() if files else ())
+        else:
+            _move_buffers(model, grid.device)
+        if files is not None:
+            unused = load_shards(model, report.layouts, files, grid)
+            if unused:
+                notes.append(f"{len(unused)} tensors of the checkpoint are not in the model: {_some(unused)}")
+        elif on_meta:
+            initialise_shards(model, report.layouts, recipes, grid, seed)
+    seed_ranks(grid, seed)
+    return replace(report, notes=(*report.notes, *notes))
+
+
+def arrange(
+    model: nn.Module,
+    grid: Grid,
+    *,
+    roles: Mapping[str, str] | None = None,
+    precision: Precision = "fp32",
+    activation_checkpointing: ActivationCheckpointing = "none",
+    weights: Weights = "auto",
+    overlap: Overlap | None = None,
+    seed: int | None = None,
+) -> tuple[Report, dict[str, Recipe]]:
+    """Everything but the numbers: a model on meta has none yet, and in a dry run never.
+
+    With a ``seed`` also how each parameter is initialised, by the model's own rules.
+    """
     _check_options(model, precision, activation_checkpointing, weights)
     weights, why_weights = choose_weights(weights, grid)
     overlap = overlap or Overlap()
-    on_meta = any(p.is_meta for p in model.parameters())
     model_name = type(model).__name__  # fully_shard changes the class
     notes: list[str] = []
 
     # 1. Which module plays which role.
     assigned = assign(model, grid, roles)
-    recipes = record_initialization(model, seed=seed) if on_meta and checkpoint is None else {}
+    recipes = record_initialization(model, seed=seed) if seed is not None else {}
     dropout = Dropout(grid) if _uses_dropout(model) and grid.x * grid.y > 1 else None
 
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
@@ -111,21 +157,6 @@ def parallelize(
         head=swapped.head,
     )
 
-    # 7. Numbers for the shards of a model that was built on meta, or that a checkpoint has.
-    with CheckpointFiles(checkpoint) if checkpoint is not None else nullcontext() as files:
-        if on_meta:
-            model.to_empty(device=grid.device)
-            restore_buffers(model, grid.device, from_checkpoint=files.names() if files else ())
-        else:
-            _move_buffers(model, grid.device)
-        if files is not None:
-            unused = load_shards(model, swapped.layouts, files, grid)
-            if unused:
-                notes.append(f"{len(unused)} tensors of the checkpoint are not in the model: {_some(unused)}")
-        elif on_meta:
-            initialise_shards(model, swapped.layouts, recipes, grid, seed)
-    seed_ranks(grid, seed)
-
     rows = tuple(
         Row(role.name, role.word, describe(swapped.by_module.get(role.name, [])), role.why)
         for role in assigned
@@ -143,7 +174,8 @@ def parallelize(
     notes.append(f"interleaving: the halves of a batch {halves}")
     if dropout is not None:
         notes.append("dropout: equal where activations are replicated, independent where they are cut")
-    return Report(model_name, grid, rows, tuple(notes), swapped.layouts)
+    report = Report(model_name, grid, rows, tuple(notes), swapped.layouts, one_piece is None)
+    return report, recipes
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -34,6 +34,7 @@ class Report:
     notes: tuple[str, ...]
     # Every parameter by its name in the parallel model, and where it comes from.
     layouts: Mapping[str, Layout] = field(repr=False)
+    interleaved: bool = False  # the halves of a batch take turns
 
     def local_parameters(self) -> int:
         """Numbers that this rank stores."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ class StreamedWeight:
         """The tensor that forward reads: a leaf, whose gradient comes back here."""
         if self.is_alias:
             shard = self.shard
-            if self._block is None or self._block.data_ptr() != shard.data_ptr():
+            if self._block is None or _memory_of(self._block) != _memory_of(shard):
                 self._block, self._hooked = shard, False
         assert self._block is not None
         wanted = self.parameter.requires_grad
@@ -157,6 +157,11 @@ class StreamedWeight:
             return
         # The constructor takes the placements as they are; `from_local` would look at each of them, each step.
         parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    """Which memory it lies in; fake tensors, too, have a storage, but no address."""
+    return tensor.untyped_storage()._cdata
 
 
 def shard_parameters(

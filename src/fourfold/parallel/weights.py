@@ -44,9 +44,9 @@ def choose_weights(weights: Weights, grid: Grid) -> tuple[Weights, str]:
     """Which way is taken, and why, in words."""
     if weights != "auto":
         return weights, "asked for"
-    if grid.device.type == "cuda":
+    if grid.target == "cuda":
         return "fsdp2", "auto: proven on CUDA"
-    return "streamed", f"auto: overlaps on {grid.device.type}, where FSDP2 has no streams to do so"
+    return "streamed", f"auto: overlaps on {grid.target}, where FSDP2 has no streams to do so"
 
 
 def shard_weights(

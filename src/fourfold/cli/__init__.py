@@ -1,0 +1,1 @@
+"""The command `fourfold`: one file a command."""

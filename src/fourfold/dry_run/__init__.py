@@ -1,0 +1,1 @@
+"""The very code that trains, on one rank of any world, without weights, devices or the other ranks."""

@@ -1,0 +1,309 @@
+"""Writes down what a rank does: every operator, every collective, and the memory of every tensor.
+
+It stands below autograd, where fake tensors are, so that it sees forward, backward and the optimizer alike. Which module
+an operator belongs to is known in forward from the modules that are entered; in backward from the node that autograd
+runs, which forward made in that module.
+
+A tensor's memory is its storage: it appears with the first tensor in it and goes with the last. What a storage is *for*
+may be known only later (a matmul's output becomes a gradient when it is sent), so categories are given to storages, and
+the bytes are added up at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# The number of autograd's next node in this thread; no public name (torch 2.13.0).
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fourfold.dry_run.events import Event, Operation, Phase, Start, Trace, Wait, Work
+from fourfold.dry_run.memory import Category
+from fourfold.grid import Grid
+from fourfold.parallel.collectives import Flight
+
+aten = torch.ops.aten
+_MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_}
+_ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Recorder(TorchDispatchMode):
+    """Enter it inside of fake tensors' own mode; whoever runs the step sets `phase`."""
+
+    # The halves of a batch, each in its thread, are seen as well (`interleave.py`).
+    follows_threads = True
+
+    def __init__(self, model: nn.Module, grid: Grid) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.grid = grid
+        self.events: list[Event] = []
+        self.phase: Phase = "forward"
+        self._changes: list[tuple[int, int, int]] = []  # (event, storage, bytes)
+        self._bytes: dict[int, int] = {}  # of live storages
+        self._before: dict[int, int] = {}
+        self._number_of: dict[int, int] = {}  # storages by address, while they live
+        self._categories: dict[int, Category] = {}
+        self._next = 0
+        self._flights: dict[int, tuple[Flight, Start]] = {}  # by identity
+        self._names = {module: name for name, module in model.named_modules()}
+        self._entered: dict[int, list[str]] = {}  # by thread
+        self._module_of_node: dict[int, str] = {}
+        self._last_module = ""
+        self._weights: Mapping[str, set[tuple[int, ...]]] = {}
+        self._logits: tuple[int, str] | None = None
+
+    # -- what counts as what ----------------------------------------------------------------------------------------
+
+    def expect_logits(self, width: int, head: str) -> None:
+        """The outputs of ``head``, and what the loss makes of them, are ``width`` wide."""
+        self._logits = (width, head)
+
+    def expect_weights(self, shapes: Mapping[str, set[tuple[int, ...]]]) -> None:
+        """The blocks of weights by the module that their modules are in: what has their shape in backward is their gradient.
+
+        By the one around them, because the first of several siblings computes for all.
+        """
+        self._weights = shapes
+
+    def label(self, tensor: Tensor | None, category: Category) -> None:
+        if tensor is None:
+            return
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        self._categories[self._storage(tensor)] = category
+
+    def start_over(self) -> None:
+        """Forget the events so far, but not the memory."""
+        self.events.clear()
+        self._changes.clear()
+        self._flights.clear()
+        self._module_of_node.clear()
+        self._before = dict(self._bytes)
+
+    def trace(self) -> Trace:
+        """What was written down since; storages by what they turned out to be for."""
+        before: dict[Category, float] = {}
+        for storage, size in self._before.items():
+            if size:
+                category = self._categories[storage]
+                before[category] = before.get(category, 0) + size
+        changes: list[list[tuple[Category, float]]] = [[] for _ in range(len(self.events) + 1)]
+        for event, storage, size in self._changes:
+            changes[event].append((self._categories[storage], size))
+        return Trace(tuple(self.events), changes, before)
+
+    # -- modules ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Operators, modules, collectives and resized storages inside are written down."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            name = self._names.get(module)
+            stack = self._entered.setdefault(threading.get_ident(), [])
+            stack.append(name if name is not None else (stack[-1] if stack else ""))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._entered[threading.get_ident()].pop()
+
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            out = resize(storage, size)
+            self._resized(storage)
+            return out
+
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(enter).remove)
+            stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+            torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+            stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
+            self.grid.collectives.observer = self
+            stack.callback(setattr, self.grid.collectives, "observer", None)
+            with self:
+                yield
+
+    def _where(self) -> tuple[Phase, str]:
+        """The phase and the module of what runs now."""
+        in_backward = self.phase == "backward"
+        stack = self._entered.get(threading.get_ident())
+        if stack:
+            self._last_module = stack[-1]
+            # The number of the node that autograd has made for this operator.
+            self._module_of_node[_get_sequence_nr() - 1] = stack[-1]
+            return ("recompute" if in_backward else self.phase), stack[-1]
+        if not in_backward:
+            if self.phase == "forward":
+                self._module_of_node[_get_sequence_nr() - 1] = ""
+            return self.phase, ""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self._last_module = self._module_of_node.get(node._sequence_nr(), self._last_module)
+        return "backward", self._last_module
+
+    # -- operators --------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its operators on local tensors come here next
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out  # somebody asks for a device; most calls are of this kind
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        phase, module = self._where()
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        fresh = [t for t in outputs if self._take(t, phase, module, func)]
+        if func.namespace == "c10d" or (not fresh and not func._schema.is_mutable):
+            return out  # collectives report themselves; views do nothing
+        if not inputs:
+            return out  # memory was taken, no more
+        self.events.append(self._operation(func, phase, module, args, kwargs, out, inputs, outputs))
+        return out
+
+    def _operation(
+        self,
+        func: Any,
+        phase: Phase,
+        module: str,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+    ) -> Operation:
+        packet = func._overloadpacket
+        work: Work = "memory"
+        flops = 0.0
+        shape: tuple[int, ...] = tuple(outputs[0].shape) if outputs else tuple(inputs[0].shape)
+        if packet in _MATMULS:
+            a, b = [t for t in args if isinstance(t, Tensor)][-2:]
+            shape = (a.shape[0] if a.ndim == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1])
+            work, flops = "matmul", 2.0 * math.prod(shape)
+        elif packet is _ATTENTION_ON_CPU:
+            work, flops = "attention", float(sdpa_flop_count(*(t.shape for t in inputs[:3])))
+        elif packet is _ATTENTION_ON_CPU_BACKWARD:
+            work, flops = "attention", float(sdpa_backward_flop_count(*(t.shape for t in inputs[:4])))
+        elif packet in flop_registry:
+            work, flops = "attention", float(flop_registry[packet](*args, **kwargs, out_val=out))
+        moved = sum(_touched_bytes(t) for t in inputs) + sum(_touched_bytes(t) for t in outputs)
+        if not outputs:  # lists that are written in place
+            moved *= 2
+        return Operation(phase, module, str(func), work, flops, moved, shape)
+
+    # -- collectives (`collectives.Observer`) -----------------------------------------------------------------------
+
+    def started(self, flight: Flight, *tensors: Tensor) -> None:
+        phase, module = self._where()
+        start = Start(
+            phase,
+            flight.module or module,
+            flight.axis,
+            flight.kind,
+            flight.purpose,
+            self.grid.size(flight.axis),
+            flight.payload_bytes,
+        )
+        self._flights[id(flight)] = (flight, start)
+        self.events.append(start)
+        if flight.purpose == "weight":
+            self.label(tensors[0], "gathered weights")
+            self._label_new(tensors[1:], "communication buffers")
+        elif flight.purpose == "gradient":
+            for tensor in tensors[:2]:
+                self.label(tensor, "gradients")
+            self._label_new(tensors[2:], "communication buffers")
+
+    def waited(self, flight: Flight) -> None:
+        if id(flight) in self._flights:
+            start = self._flights.pop(id(flight))[1]
+            phase, _ = self._where()
+            self.events.append(Wait(phase, start.module, start.axis, start.kind, start.purpose))
+
+    def _label_new(self, tensors: tuple[Tensor, ...], category: Category) -> None:
+        for tensor in tensors:
+            if self._categories[self._storage(tensor)] == "activations":
+                self.label(tensor, category)
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def _storage(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        number = self._number_of.get(storage._cdata)
+        if number is None:
+            number = self._add(storage, "activations")
+        return number
+
+    def _take(self, tensor: Tensor, phase: Phase, module: str, func: Any) -> bool:
+        """Is its memory new? Then it is on the account from here on."""
+        if isinstance(tensor, DTensor) or not hasattr(tensor, "untyped_storage"):
+            return False
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._number_of:
+            return False
+        category: Category = "activations"
+        if phase == "optimizer":
+            category = "optimizer"
+        elif (
+            self._logits
+            and tensor.ndim
+            and tensor.shape[-1] == self._logits[0]
+            and module in ("", self._logits[1])
+        ):
+            category = "logits"
+        elif phase == "backward" and func._overloadpacket in _MATMULS:
+            shape = tuple(tensor.shape)
+            if {shape, shape[::-1]} & self._weights.get(module.rpartition(".")[0], set()):
+                category = "gradients"
+        self._add(storage, category)
+        return True
+
+    def _add(self, storage: torch.UntypedStorage, category: Category) -> int:
+        number, address = self._next, storage._cdata
+        self._next += 1
+        self._number_of[address] = number
+        self._categories[number] = category
+        self._bytes[number] = 0
+        self._change(number, storage.nbytes())
+        weakref.finalize(storage, self._gone, address, number).atexit = False
+        return number
+
+    def _gone(self, address: int, number: int) -> None:
+        self._change(number, -self._bytes[number])
+        del self._bytes[number]
+        if self._number_of.get(address) == number:
+            del self._number_of[address]
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        # Only weights that come and go are resized, FSDP2's and streamed ones.
+        number = self._number_of.get(storage._cdata)
+        if number is None:
+            self._add(storage, "gathered weights")
+            return
+        self._categories[number] = "gathered weights"
+        self._change(number, storage.nbytes() - self._bytes[number])
+
+    def _change(self, number: int, size: int) -> None:
+        if size:
+            self._bytes[number] += size
+            self._changes.append((len(self.events), number, size))
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """What it reads or writes of memory; an expanded tensor reads its storage once."""
+    if isinstance(tensor, DTensor):
+        return 0
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,0 +1,241 @@
+"""The dry run: one rank's step of any world, by the very code that trains."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from fourfold.dry_run.blocks import find_repeated, shallow_copy
+from fourfold.dry_run.events import Operation, Start, Trace
+from fourfold.dry_run.expand import NotPeriodic, expand
+from fourfold.dry_run.memory import Peak, find_peak
+from fourfold.dry_run.recorder import Recorder
+from fourfold.dry_run.show import show
+from fourfold.dry_run.world import fake_grid
+from fourfold.grid import Grid
+from fourfold.parallel.clip import clip_grad_norm_
+from fourfold.parallel.initialize import restore_buffers
+from fourfold.parallel.layout import chunk
+from fourfold.parallel.loss import count_labels
+from fourfold.parallel.optimizer import on_shards
+from fourfold.parallel.overlap import Overlap
+from fourfold.parallel.parallelize import ActivationCheckpointing, arrange
+from fourfold.parallel.report import Report
+from fourfold.parallel.weights import Precision, Weights, accumulating
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank does in a step, and the memory of it."""
+
+    shape: tuple[int, int, int, int]
+    trace: Trace = field(repr=False)
+    report: Report = field(repr=False)
+    blocks_traced: tuple[int, int] | None = None  # so many of so many that are alike
+
+    @cached_property
+    def peak(self) -> Peak:
+        return find_peak(self.trace.before, self.trace.changes)
+
+    def __str__(self) -> str:
+        data, z, y, x = self.shape
+        title = f"{self.report.model} on (data={data}, z={z}, y={y}, x={x}): one rank's step, no device has run it"
+        if self.blocks_traced is not None:
+            title += "; {} of {} like blocks traced".format(*self.blocks_traced)
+        return show(title, self.trace, self.peak)
+
+    @property
+    def operations(self) -> list[Operation]:
+        return [event for event in self.trace.events if isinstance(event, Operation)]
+
+    @property
+    def collectives(self) -> list[Start]:
+        return [event for event in self.trace.events if isinstance(event, Start)]
+
+
+def dryrun(
+    model: nn.Module | str | Path | Any,
+    shape: tuple[int, int, int, int],
+    *,
+    sequences: int,
+    length: int,
+    micro_batches: int = 1,
+    roles: Mapping[str, str] | None = None,
+    precision: Precision = "bf16",
+    activation_checkpointing: ActivationCheckpointing = "none",
+    weights: Weights = "auto",
+    overlap: Overlap | None = None,
+    max_norm: float = 1.0,
+    target: str = "cuda",
+    rank: int = 0,
+    every_block: bool = False,
+) -> DryRun:
+    """A training step of one rank of a grid, on no device: forward, backward, clipping, AdamW.
+
+    ``model`` is built on ``meta``, or a Hugging Face configuration, or the path of its ``config.json``. ``sequences``
+    of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
+    ``target`` devices. Of many blocks that are alike a few are traced, unless ``every_block`` is to be. Raises what the
+    real start would raise.
+
+    Example:
+        >>> run = dryrun(config, (64, 16, 1, 2), sequences=1024, length=16)  # 2,048 ranks; a path of a config.json does, too
+        >>> run.peak.bytes < 2**20
+        True
+    """
+    module = as_module(model)
+    with fake_grid(shape, rank=rank, target=target) as grid:
+        rows = grid.local_rows(sequences)
+        own = rows.stop - rows.start
+        if own % micro_batches:
+            raise ValueError(
+                f"{own} sequences of a rank do not divide into {micro_batches} micro-batches; use a divisor of {own}"
+            )
+
+        def run(model: nn.Module) -> tuple[Trace, Report]:
+            report, _ = arrange(
+                model,
+                grid,
+                roles=roles,
+                precision=precision,
+                activation_checkpointing=activation_checkpointing,
+                weights=weights,
+                overlap=overlap,
+                seed=0,
+            )
+            return _trace(model, grid, report, own // micro_batches, length, micro_batches, max_norm), report
+
+        repeated = None if every_block or (overlap and overlap.keep_bytes) else find_repeated(module)
+        if repeated is not None:
+            fewer, report = run(shallow_copy(module, repeated, repeated.traced))
+            more, _ = run(shallow_copy(module, repeated, repeated.traced + repeated.period))
+            try:
+                trace = expand(
+                    fewer,
+                    more,
+                    blocks_name=repeated.name,
+                    period=repeated.period,
+                    periods=(repeated.length - repeated.traced) // repeated.period,
+                )
+                return DryRun(shape, trace, report, (repeated.traced, repeated.length))
+            except NotPeriodic:
+                pass  # then all of them
+        trace, report = run(module)
+        return DryRun(shape, trace, report)
+
+
+def _trace(
+    model: nn.Module,
+    grid: Grid,
+    report: Report,
+    rows: int,
+    length: int,
+    micro_batches: int,
+    max_norm: float,
+) -> Trace:
+    """The step of an arranged model after the first ones."""
+    restore_buffers(model, grid.device)
+    recorder = Recorder(model, grid)
+    weights: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for name, layout in report.layouts.items():
+        around = name.rpartition(".")[0].rpartition(".")[0]
+        weights[around].add(tuple(part.stop - part.start for part in layout.block(grid)))
+    recorder.expect_weights(weights)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        name = next(name for name, module in model.named_modules() if module is head)
+        config: Any = model.config
+        vocabulary = chunk(config.get_text_config().vocab_size, grid.x, grid.coordinate("x"))
+        recorder.expect_logits(vocabulary.stop - vocabulary.start, name)
+    with FakeTensorMode(allow_non_fake_inputs=True), _unpacked():
+        model.to_empty(device=grid.device)
+        step = _Step(model, grid, recorder, rows, length, micro_batches, max_norm)
+        # The first shows who are siblings, a second in which order weights are used when the halves of a batch take turns.
+        for _ in range(2 if report.interleaved else 1):
+            step()
+        recorder.start_over()
+        step()
+        return recorder.trace()
+
+
+class _Step:
+    """A training step as a user writes it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        recorder: Recorder,
+        rows: int,
+        length: int,
+        micro_batches: int,
+        max_norm: float,
+    ) -> None:
+        self.model, self.grid, self.recorder = model, grid, recorder
+        self.micro_batches, self.max_norm = micro_batches, max_norm
+        with recorder.recording():
+            for tensor in (*model.parameters(), *model.buffers()):
+                recorder.label(tensor, "parameters")
+            # As torch itself chooses on CUDA and on CPU.
+            self.optimizer = on_shards(torch.optim.AdamW)(
+                model.parameters(), lr=1e-4, foreach=grid.target == "cuda"
+            )
+            self.ids = torch.zeros(micro_batches * rows, length, dtype=torch.int64)
+
+    def __call__(self) -> None:
+        with self.recorder.recording():
+            self.recorder.phase = "forward"
+            *first, last = self.ids.chunk(self.micro_batches)
+            # One mean over all of them; a single one counts for itself.
+            items = {"num_items_in_batch": count_labels(self.ids, self.grid, shift=True)} if first else {}
+            for ids in first:
+                with accumulating(self.model):
+                    self._forward_and_backward(ids, items)
+            self._forward_and_backward(last, items)
+            for parameter in self.model.parameters():
+                self.recorder.label(parameter.grad, "gradients")
+            self.recorder.phase = "clip"
+            clip_grad_norm_(self.model.parameters(), self.max_norm, self.grid)
+            self.recorder.phase = "optimizer"
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def _forward_and_backward(self, ids: Tensor, items: dict[str, Tensor]) -> None:
+        self.recorder.phase = "forward"
+        loss = self.model(input_ids=ids, labels=ids, **items).loss
+        self.recorder.phase = "backward"
+        loss.backward()
+
+
+def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
+    """A model on meta, of what describes it."""
+    if isinstance(model, nn.Module):
+        return model
+    import transformers
+
+    if isinstance(model, (str, Path)):
+        model = transformers.AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(model)
+    return module
+
+
+@contextmanager
+def _unpacked() -> Iterator[None]:
+    """Sequences are not packed. transformers reads that off the positions, which fake tensors do not have."""
+    import transformers.masking_utils as masks
+
+    theirs = masks.find_packed_sequence_indices
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = theirs

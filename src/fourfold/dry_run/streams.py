@@ -1,0 +1,78 @@
+"""Where FSDP2's waits take effect on CUDA.
+
+On CPU FSDP2 waits for each collective where it starts it. On CUDA the host goes on, and streams wait for each other:
+
+    gather in forward     starts while the block before computes, for nothing on the compute stream holds it up
+    gather in backward    starts a block ahead, and the block that it is for waits for it
+    reduce-scatter        holds up the next one's start, the last of them the end of backward
+    all-reduce over data  follows its reduce-scatter on another stream; the end of backward waits for all
+
+as `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py` has it (torch 2.13.0). No GPU has run this.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from fourfold.dry_run.events import Event, Operation, Start, Wait
+
+
+def on_streams(events: Sequence[Event]) -> list[Event]:
+    """The events of a step with FSDP2 weights in the order in which CUDA's streams know them."""
+    places: list[tuple[float, Event]] = [(float(i), event) for i, event in enumerate(events)]
+    pairs = _pairs(events)
+    gathers = [pair for pair in pairs if _is(events[pair[0]], "weight")]
+    scatters = [pair for pair in pairs if _is(events[pair[0]], "gradient", "reduce_scatter")]
+    sums = [pair for pair in pairs if _is(events[pair[0]], "gradient", "all_reduce", "data")]
+
+    for (_, before), (start, _) in pairwise(gathers):
+        if events[start].phase == events[before].phase == "forward":
+            places[start] = (before + 0.5, events[start])
+    for start, wait in gathers:
+        needed = next((s for s, _ in scatters if s > wait), None)
+        if events[start].phase != "forward" and needed is not None:
+            places[wait] = (needed + 0.5, events[wait])
+    for n, (_, wait) in enumerate(scatters):
+        end = _end_of_backward(events, wait)
+        after = scatters[n + 1][0] - 0.25 if n + 1 < len(scatters) else end
+        places[wait] = (min(after, end), events[wait])
+    for start, wait in sums:
+        places[wait] = (_end_of_backward(events, wait), events[wait])
+        if any(s < start and w < start for s, w in scatters):
+            sent = events[start]
+            assert isinstance(sent, Start)
+            places[start] = (float(start), replace(sent, follows="z"))
+    return [event for _, event in sorted(places, key=lambda place: place[0])]
+
+
+def _pairs(events: Sequence[Event]) -> list[tuple[int, int]]:
+    """Of each collective that somebody waits for, where it starts and where the wait is, in the order of starts."""
+    under_way: dict[tuple[str, ...], deque[int]] = defaultdict(deque)
+    pairs = []
+    for i, event in enumerate(events):
+        if isinstance(event, Operation):
+            continue
+        words = (event.axis, event.kind, event.purpose, event.module)
+        if isinstance(event, Start):
+            under_way[words].append(i)
+        elif under_way[words]:
+            pairs.append((under_way[words].popleft(), i))
+    return sorted(pairs)
+
+
+def _is(event: Event, purpose: str, kind: str = "all_gather", axis: str = "z") -> bool:
+    return isinstance(event, Start | Wait) and (event.purpose, event.kind, event.axis) == (
+        purpose,
+        kind,
+        axis,
+    )
+
+
+def _end_of_backward(events: Sequence[Event], at: int) -> float:
+    for i in range(at, len(events)):
+        if events[i].phase not in ("backward", "recompute"):
+            return i - 0.1
+    return len(events)

@@ -1,0 +1,121 @@
+"""The dry run is the real thing: the same collectives, the same memory, the same errors, at any size."""
+
+import pytest
+from transformers import LlamaConfig, Qwen2Config
+
+from benchmarks import dryrun as benchmark
+from fourfold.dry_run.events import Operation, Start, Wait
+from fourfold.dry_run.run import dryrun
+
+
+def config(**changes) -> LlamaConfig:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 96,
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize(
+    ("shape", "weights", "precision"),
+    [
+        ((1, 1, 2, 4), "streamed", "fp32"),
+        ((2, 2, 1, 2), "streamed", "bf16"),
+        ((1, 4, 2, 1), "fsdp2", "fp32"),
+        ((1, 2, 2, 2), "fsdp2", "bf16"),
+        ((8, 1, 1, 1), "streamed", "fp32"),
+    ],
+)
+def test_it_is_the_real_thing(pool, shape, weights, precision):
+    same, off = benchmark.compare(pool, shape, weights, precision)
+    assert same
+    assert abs(off) <= benchmark.MEMORY_BAR
+
+
+@pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_like_blocks_need_not_be_traced_one_by_one(weights, checkpointing):
+    def run(every_block: bool):
+        return dryrun(
+            config(num_hidden_layers=14),
+            (2, 2, 2, 2),
+            sequences=16,
+            length=32,
+            weights=weights,
+            activation_checkpointing=checkpointing,
+            target="cpu",
+            every_block=every_block,
+        )
+
+    whole, expanded = run(True), run(False)
+    assert whole.blocks_traced is None
+    assert expanded.blocks_traced == (4, 14)
+    assert expanded.trace.events == list(whole.trace.events)
+    assert expanded.peak == whole.peak
+    assert expanded.trace.before == whole.trace.before
+
+
+def test_blocks_of_two_kinds_in_turns_are_traced_by_the_pair():
+    kinds = ["sliding_attention", "full_attention"] * 6
+    sizes = config(num_hidden_layers=12).to_dict()
+    mixed = Qwen2Config(**{**sizes, "layer_types": kinds, "use_sliding_window": True, "sliding_window": 8})
+    runs = [
+        dryrun(mixed, (1, 2, 1, 2), sequences=4, length=32, every_block=every_block)
+        for every_block in (True, False)
+    ]
+    assert runs[1].blocks_traced == (8, 12)
+    assert runs[1].trace.events == list(runs[0].trace.events)
+    assert runs[1].peak == runs[0].peak
+
+
+def test_matmuls_have_the_flops_of_the_model():
+    tokens, layers = 4 * 32, 3
+    result = dryrun(config(num_hidden_layers=layers), (1, 1, 1, 1), sequences=4, length=32, precision="fp32")
+    weights = layers * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 64 * 96
+    flops = {phase: sum(o.flops for o in result.operations if o.phase == phase and o.work == "matmul")
+             for phase in ("forward", "backward")}  # fmt: skip
+    assert flops == {"forward": 2 * tokens * weights, "backward": 4 * tokens * weights}
+
+
+def test_each_wait_is_for_a_collective_that_started():
+    result = dryrun(config(), (1, 2, 2, 2), sequences=8, length=32, weights="streamed", target="cpu")
+    under_way: dict[tuple[str, ...], int] = {}
+    for event in result.trace.events:
+        if isinstance(event, Operation):
+            continue
+        words = (event.axis, event.kind, event.purpose, event.module)
+        under_way[words] = under_way.get(words, 0) + (1 if isinstance(event, Start) else -1)
+        assert under_way[words] >= 0 or not isinstance(event, Wait)
+    assert set(under_way.values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("shape", "sequences", "words"),
+    [
+        ((1, 1, 1, 3), 8, "x=3 does not divide num_attention_heads=4"),
+        ((3, 1, 1, 1), 8, "does not divide"),
+        ((1, 1, 1, 2), 0, "global batch"),
+    ],
+)
+def test_what_the_real_start_would_refuse_is_refused(shape, sequences, words):
+    with pytest.raises(ValueError, match=words):
+        dryrun(config(), shape, sequences=sequences, length=32)
+
+
+def test_a_process_that_is_a_rank_is_told_so(pool):
+    for rank, said in enumerate(pool.run(refused_on_a_rank, 2)):
+        assert f"rank {rank} of 2 already" in said
+        assert "another process" in said
+
+
+def refused_on_a_rank() -> str:
+    try:
+        dryrun(config(), (1, 1, 1, 2), sequences=2, length=8)
+    except ValueError as error:
+        return str(error)
+    return ""
