@@ -1,0 +1,1 @@
+"""From a model, text and a cluster to a trained, exported model."""

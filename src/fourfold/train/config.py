@@ -1,0 +1,264 @@
+"""What a run is: one TOML file, every field with a sentence on what it does.
+
+The sentences are the documentation: the schema, the page of the docs and the comments of a starting file are made of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A part of the file; a word that it does not know is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """The model: an architecture of Hugging Face, unmodified."""
+
+    config: Path | None = Field(None, description="A config.json, or the folder of one: start from drawn weights.")
+    pretrained: Path | None = Field(
+        None, description="A folder with config.json and safetensors, or a hub id: start from these weights."
+    )
+
+    @model_validator(mode="after")
+    def one_of_both(self) -> ModelSection:
+        if (self.config is None) == (self.pretrained is None):
+            raise ValueError("give either config (drawn weights) or pretrained (weights to start from), not both")
+        return self
+
+
+class Source(Section):
+    """A data set that `fourfold data prepare` made."""
+
+    path: Path = Field(description="The folder of the prepared data set.")
+    weight: PositiveFloat = Field(1.0, description="How much of the samples come from it, against the other sources.")
+
+
+class DataSection(Section):
+    """The text, in prepared data sets."""
+
+    sources: tuple[Source, ...] = Field(min_length=1, description="Data sets, each with its weight.")
+    sequence_length: PositiveInt = Field(1024, description="Tokens of a sample.")
+    workers: Annotated[int, Field(ge=0)] = Field(1, description="Processes that read ahead on each reading rank.")
+
+
+class GridSection(Section):
+    """The ranks on four axes. Their product has to be the number of ranks, unless the planner chooses."""
+
+    auto: bool = Field(False, description="Ask the planner for the fastest grid; needs `cluster`.")
+    cluster: str | None = Field(None, description="A preset's name or the TOML file that `fourfold calibrate` wrote.")
+    data: PositiveInt = Field(1, description="Ranks that split the batch and hold the same weights.")
+    z: PositiveInt = Field(1, description="Ranks that split the batch and the storage of every weight.")
+    y: PositiveInt = Field(1, description="Ranks that split the hidden features.")
+    x: PositiveInt = Field(1, description="Ranks that split heads and inner features.")
+
+    @model_validator(mode="after")
+    def auto_knows_the_cluster(self) -> GridSection:
+        if self.auto and self.cluster is None:
+            raise ValueError("auto asks the planner, which needs cluster: a preset's name or a TOML file")
+        return self
+
+
+class OptimizerSection(Section):
+    """The optimizer and what happens to gradients before it."""
+
+    name: Literal["adamw", "muon"] = Field("adamw", description="AdamW, or Muon for matrices with AdamW for the rest.")
+    lr: PositiveFloat = Field(3e-4, description="The learning rate after warm-up.")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW's two rates of decay.")
+    eps: PositiveFloat = Field(1e-8, description="AdamW's smallest denominator.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="Of matrices; norms and biases have none.")
+    max_norm: PositiveFloat | None = Field(1.0, description="Gradients are clipped to this norm; none: they are not.")
+
+
+class ScheduleSection(Section):
+    """How long, and the learning rate on the way."""
+
+    steps: PositiveInt = Field(1000, description="Steps of the whole run.")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(100, description="Steps over which the rate rises from 0.")
+    kind: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="After warm-up: a cosine to the end, steady with a decay at the end, or steady."
+    )
+    decay_steps: Annotated[int, Field(ge=0)] = Field(0, description="With wsd: the last steps, over which it falls.")
+    final: Fraction = Field(0.1, description="The rate at the end, as a part of the highest.")
+
+    @model_validator(mode="after")
+    def parts_fit(self) -> ScheduleSection:
+        used = self.warmup_steps + (self.decay_steps if self.kind == "wsd" else 0)
+        if used > self.steps:
+            raise ValueError(f"warmup_steps and decay_steps are {used}, more than steps={self.steps}; use fewer")
+        if self.kind == "wsd" and not self.decay_steps:
+            raise ValueError("wsd falls over decay_steps, which is 0; use a fifth of steps, or kind='constant'")
+        return self
+
+
+class BatchSection(Section):
+    """The global batch, whatever the grid."""
+
+    tokens: PositiveInt = Field(524_288, description="Tokens of a step, over all ranks; a multiple of sequence_length.")
+    micro_batch_sequences: PositiveInt | None = Field(
+        None, description="Sequences that a rank takes at a time; none: all of its share at once."
+    )
+
+
+class EngineSection(Section):
+    """How a step is computed; the numbers are those of one process whatever is set."""
+
+    precision: Literal["fp32", "bf16"] = Field("bf16", description="Of matmuls and activations; masters are fp32.")
+    activation_checkpointing: Literal["none", "full"] = Field("none", description="Recompute activations in backward.")
+    weights: Literal["auto", "fsdp2", "streamed"] = Field("auto", description="Who gathers weights over z.")
+    compile: bool = Field(False, description="torch.compile the blocks, where that works.")
+
+
+class CheckpointSection(Section):
+    """What is saved, where and how often."""
+
+    folder: str = Field("checkpoints", description="A folder, or any fsspec URL such as s3://bucket/run.")
+    every_steps: PositiveInt | None = Field(200, description="Steps between two; none: only at the end.")
+    keep: PositiveInt = Field(3, description="So many of the newest stay.")
+    resume: bool = Field(True, description="Go on from the newest valid one, if there is one.")
+
+
+class EvaluationSection(Section):
+    """The loss on text that is not trained on."""
+
+    every_steps: PositiveInt | None = Field(200, description="Steps between two; none: only at the end.")
+    sequences: PositiveInt = Field(64, description="Samples of the validation split, over all ranks.")
+
+
+class LoggingSection(Section):
+    """What a person sees, and what is kept of it."""
+
+    folder: Path = Field(Path("logs"), description="For metrics.jsonl, TensorBoard and the report.")
+    every_steps: PositiveInt = Field(1, description="Steps between two lines.")
+    tensorboard: bool = Field(True, description="Write TensorBoard's files.")
+    wandb_project: str | None = Field(None, description="Log to Weights & Biases, under this project.")
+    mlflow_uri: str | None = Field(None, description="Log to MLflow, at this address.")
+    prometheus_port: PositiveInt | None = Field(None, description="Serve metrics as text on rank 0, on loopback.")
+
+
+class RunConfig(Section):
+    """A training run."""
+
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="Of initial weights, dropout and the order of samples.")
+    model: ModelSection
+    data: DataSection
+    grid: GridSection = GridSection()
+    batch: BatchSection = BatchSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    engine: EngineSection = EngineSection()
+    checkpoints: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    logging: LoggingSection = LoggingSection()
+
+    @model_validator(mode="after")
+    def batch_is_whole(self) -> RunConfig:
+        tokens, length = self.batch.tokens, self.data.sequence_length
+        if tokens % length:
+            near = max(1, round(tokens / length)) * length
+            raise ValueError(
+                f"batch.tokens={tokens} is no multiple of data.sequence_length={length}; use {near}"
+            )
+        return self
+
+    @property
+    def sequences(self) -> int:
+        """Of the global batch."""
+        return self.batch.tokens // self.data.sequence_length
+
+
+class ConfigError(ValueError):
+    """What is wrong in a run's file, by the name of the field, with the way out."""
+
+
+def load(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
+    """The run that a TOML file describes, with ``changes`` like ``optimizer.lr=3e-4``."""
+    path = Path(path)
+    if not path.exists():
+        raise ConfigError(f"there is no {path}; `fourfold init {path}` writes a starting file")
+    try:
+        values = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+    for change in changes:
+        apply(values, change)
+    return from_dict(values)
+
+
+def from_dict(values: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_words(e) for e in error.errors())) from None
+
+
+def apply(values: dict[str, Any], change: str) -> None:
+    """Set a field of the file's values; what is no TOML value is text.
+
+    Example:
+        >>> values = {"optimizer": {"lr": 1e-3}}
+        >>> apply(values, "optimizer.lr=3e-4")
+        >>> apply(values, "model.config=tiny/config.json")
+        >>> values
+        {'optimizer': {'lr': 0.0003}, 'model': {'config': 'tiny/config.json'}}
+    """
+    name, equals, text = change.partition("=")
+    if not equals:
+        raise ConfigError(f"{change!r} sets nothing; write section.field=value, such as optimizer.lr=3e-4")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, field = name.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+    values[field] = value
+
+
+# -- errors in words ----------------------------------------------------------------------------------------------------
+
+
+def _words(error: Any) -> str:
+    path = [str(part) for part in error["loc"]]
+    name = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        known = list(fields_at(path[:-1]))
+        near = difflib.get_close_matches(path[-1], known, 1, cutoff=0.0)
+        where = f"[{'.'.join(path[:-1])}]" if path[:-1] else "the file"
+        return f"{where} has no field {path[-1]!r}; did you mean {near[0]!r}? It has {', '.join(known)}"
+    if error["type"] == "missing":
+        about = fields_at(path[:-1]).get(path[-1])
+        return f"{name} is missing: {about.description if about and about.description else 'a section of its own'}"
+    said = error["msg"].removeprefix("Value error, ")
+    given = "" if isinstance(error["input"], dict) else f" (it is {error['input']!r})"
+    return f"{name}{given}: {said}" if name else said
+
+
+def fields_at(path: Sequence[str]) -> dict[str, Any]:
+    """The fields of the section at a path such as ("data", "sources", "0")."""
+    kind: Any = RunConfig
+    for part in path:
+        if part.isdigit():
+            continue
+        kind = _section_of(kind.model_fields[part].annotation)
+        if kind is None:
+            return {}
+    return dict(kind.model_fields)
+
+
+def _section_of(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) is not None:
+        return next((s for a in get_args(annotation) if (s := _section_of(a)) is not None), None)
+    return None
