@@ -1,0 +1,43 @@
+"""The model of a run, parallel on its grid: from a configuration with drawn weights, or from safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fourfold.grid import Grid
+from fourfold.parallel.parallelize import parallelize
+from fourfold.parallel.report import Report
+from fourfold.train.config import EngineSection, ModelSection
+
+
+def build_model(model: ModelSection, engine: EngineSection, grid: Grid, seed: int) -> tuple[nn.Module, Report]:
+    """Built on meta; each rank draws or reads its own shards alone."""
+    where = model.config or model.pretrained
+    assert where is not None
+    config: Any = AutoConfig.from_pretrained(where)
+    with torch.device("meta"):
+        module: nn.Module = AutoModelForCausalLM.from_config(config)
+    report = parallelize(
+        module,
+        grid,
+        precision=engine.precision,
+        activation_checkpointing=engine.activation_checkpointing,
+        weights=engine.weights,
+        checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
+        seed=seed,
+    )
+    return module, report
+
+
+def _local_folder(name: Path) -> Path:
+    """The folder of pretrained weights; a hub id is fetched by huggingface_hub, or taken from its cache."""
+    if name.exists():
+        return name
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))

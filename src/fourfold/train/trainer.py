@@ -1,0 +1,161 @@
+"""The loop: batches in, steps out, and everything else in callbacks.
+
+    for each step   the rate of the schedule; this rank's rows in micro-batches, gradients sent with the last;
+                    clipping; the optimizer; callbacks
+
+What a step does depends on (seed, step) and the data alone, so a run that is resumed, also on another grid, goes on as
+it would have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.grid import Grid
+from fourfold.parallel.clip import clip_grad_norm_
+from fourfold.parallel.loss import count_labels
+from fourfold.parallel.random import seed_ranks
+from fourfold.parallel.weights import accumulating
+from fourfold.train.checkpoint.save import Checkpoints
+from fourfold.train.checkpoint.state import Training
+from fourfold.train.config import RunConfig
+from fourfold.train.data.loader import Batch, Loader
+from fourfold.train.data.mixture import check_identity, open_mixture
+from fourfold.train.model import build_model
+from fourfold.train.optimizers import build_optimizer
+from fourfold.train.schedule import rate_of_step
+
+
+@dataclass
+class StepResult:
+    """What a step leaves to callbacks. Tensors are not read before somebody asks: that would wait for the device."""
+
+    step: int  # steps done, this one among them
+    loss: Tensor
+    gradient_norm: Tensor | None
+    learning_rate: float
+    tokens: int
+    seconds: float
+    figures: dict[str, float] = field(default_factory=dict)  # what callbacks add for those after them
+
+
+class Callback:
+    """Something beside the steps; each method may stay as it is."""
+
+    def on_start(self, trainer: Trainer) -> None: ...
+
+    def around_step(self, trainer: Trainer) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None: ...
+
+    def on_end(self, trainer: Trainer) -> None: ...
+
+
+class Trainer:
+    """A run on its grid. All ranks make it, and call it alike."""
+
+    def __init__(self, run: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> None:
+        self.run, self.grid, self.callbacks = run, grid, list(callbacks)
+        rows = grid.local_rows(run.sequences)  # refuses a batch that does not divide
+        self.micro_batches = _micro_batches(rows.stop - rows.start, run.batch.micro_batch_sequences)
+        sources = [(source.path, source.weight) for source in run.data.sources]
+        self.mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed)
+        self.loader = Loader(self.mixture, grid, run.sequences, read_ahead=run.data.read_ahead)
+        self.model, self.report = build_model(run.model, run.engine, grid, run.seed)
+        self.optimizer = build_optimizer(self.model, run.optimizer)
+        self.training = Training(
+            self.model,
+            self.optimizer,
+            self.report,
+            seed=run.seed,
+            data={"samples": 0, **self.mixture.identity},
+            config=run.model_dump(mode="json"),
+        )
+        self.is_first = dist.get_rank() == 0
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.training.step
+
+    def train(self, checkpoints: Checkpoints | None = None) -> None:
+        """To the end of the schedule, from the newest checkpoint if there is one."""
+        if checkpoints is not None and self.run.checkpoints.resume:
+            self._resume(checkpoints)
+        for callback in self.callbacks:
+            callback.on_start(self)
+        batches = self.loader.batches(int(self.training.data["samples"]))
+        every = self.run.checkpoints.every_steps
+        while self.step < self.run.schedule.steps:
+            result = self._step(batches)
+            for callback in self.callbacks:
+                callback.on_step(self, result)
+            is_last = self.step == self.run.schedule.steps
+            if checkpoints is not None and (is_last or (every is not None and self.step % every == 0)):
+                checkpoints.save(self.training)
+        for callback in self.callbacks:
+            callback.on_end(self)
+        if checkpoints is not None:
+            checkpoints.wait()
+
+    def _resume(self, checkpoints: Checkpoints) -> None:
+        identity = {key: value for key, value in self.training.data.items() if key != "samples"}
+        if checkpoints.load(self.training) is not None:
+            saved = {key: value for key, value in self.training.data.items() if key != "samples"}
+            check_identity(saved, identity)
+
+    def _step(self, batches: Iterator[Batch]) -> StepResult:
+        start_s = time.perf_counter()
+        rate = self.run.optimizer.lr * rate_of_step(self.run.schedule, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        seed_ranks(self.grid, self.run.seed, self.step)
+        batch = next(batches)
+        with ExitStack() as around:
+            for callback in self.callbacks:
+                around.enter_context(callback.around_step(self))
+            loss = self._forward_and_backward(batch)
+            norm = None
+            if self.run.optimizer.max_norm is not None:
+                norm = clip_grad_norm_(self.model.parameters(), self.run.optimizer.max_norm, self.grid)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.training.step += 1
+        self.training.data["samples"] = batch.next_sample
+        tokens = self.run.batch.tokens
+        return StepResult(self.step, loss, norm, rate, tokens, time.perf_counter() - start_s)
+
+    def _forward_and_backward(self, batch: Batch) -> Tensor:
+        """The mean loss over the global batch; gradients of all micro-batches are sent with the last."""
+        inputs = {name: tensor.to(self.grid.device, non_blocking=True) for name, tensor in batch.inputs.items()}
+        counted = count_labels(inputs["labels"], self.grid, shift=True)
+        chunks = zip(*(tensor.chunk(self.micro_batches) for tensor in inputs.values()), strict=True)
+        parts = [dict(zip(inputs, rows, strict=True)) for rows in chunks]
+        total = torch.zeros((), device=self.grid.device)
+        for i, part in enumerate(parts):
+            sends = i == len(parts) - 1
+            with nullcontext() if sends else accumulating(self.model):
+                loss = self.model(**part, num_items_in_batch=counted).loss
+                loss.backward()
+            total += loss.detach()
+        return total
+
+
+def _micro_batches(rows: int, at_a_time: int | None) -> int:
+    if at_a_time is None or at_a_time >= rows:
+        return 1
+    if rows % at_a_time:
+        fits = max(n for n in range(1, at_a_time + 1) if rows % n == 0)
+        raise ValueError(
+            f"batch.micro_batch_sequences={at_a_time} does not divide the {rows} sequences of a rank; use {fits}"
+        )
+    return rows // at_a_time

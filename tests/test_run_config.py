@@ -1,0 +1,103 @@
+"""A run's file: every mistake named with the way out, every field with its sentence."""
+
+import tomllib
+
+import pytest
+from pydantic import BaseModel
+
+from fourfold.train import config
+from fourfold.train.config import ConfigError, RunConfig, ScheduleSection
+from fourfold.train.describe_config import SIZES, reference, starting_file
+from fourfold.train.schedule import rate_of_step
+
+LEAST = {"model": {"config": "config.json"}, "data": {"sources": [{"path": "text"}]}}
+
+
+def changed(*changes: str) -> RunConfig:
+    values = {key: dict(value) for key, value in LEAST.items()}
+    for change in changes:
+        config.apply(values, change)
+    return config.from_dict(values)
+
+
+def sections(section: type[BaseModel]) -> list[type[BaseModel]]:
+    inner = [f.annotation for f in section.model_fields.values()]
+    return [section, *(s for kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel) for s in sections(kind))]
+
+
+def test_the_least_file_is_a_run():
+    run = changed()
+    assert run.sequences * run.data.sequence_length == run.batch.tokens
+    assert run.optimizer.name == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("optimizer.lrr=1e-3", r"\[optimizer\] has no field 'lrr'; did you mean 'lr'\?"),
+        ("shedule.steps=3", r"the file has no field 'shedule'; did you mean 'schedule'\?"),
+        ("optimizer.lr=-1", r"optimizer\.lr \(it is -1\).*greater than 0"),
+        ("optimizer.name=sgd", r"optimizer\.name \(it is 'sgd'\).*'adamw' or 'muon'"),
+        ("batch.tokens=1000", r"batch\.tokens=1000 is no multiple of data\.sequence_length=1024; use 1024"),
+        ("schedule.warmup_steps=2000", r"2000, more than steps=1000"),
+        ("schedule.kind=wsd", r"decay_steps, which is 0"),
+        ("grid.auto=true", r"needs cluster"),
+        ("model.pretrained=llama", r"either config .* or pretrained"),
+        ("data.sources=[{path='a', wieght=2}]", r"\[data\.sources\.0\] has no field 'wieght'; did you mean 'weight'"),
+        ("data.sources=[]", r"data\.sources"),
+    ],
+)
+def test_a_mistake_is_named_with_the_way_out(change, words):
+    with pytest.raises(ConfigError, match=words):
+        changed(change)
+
+
+def test_a_missing_section_says_what_it_is_for():
+    with pytest.raises(ConfigError, match=r"data is missing"):
+        config.from_dict({"model": LEAST["model"]})
+
+
+def test_what_is_set_on_the_command_line_wins(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('seed = 1\n[model]\nconfig = "c.json"\n[data]\nsources = [{path = "t"}]\n[optimizer]\nlr = 1e-3\n')
+    run = config.load(path, ["optimizer.lr=3e-4", "grid.x=2", "checkpoints.every_steps=5"])
+    assert (run.seed, run.optimizer.lr, run.grid.x, run.checkpoints.every_steps) == (1, 3e-4, 2, 5)
+    with pytest.raises(ConfigError, match="sets nothing"):
+        config.load(path, ["optimizer.lr"])
+
+
+def test_no_file_points_to_init(tmp_path):
+    with pytest.raises(ConfigError, match="fourfold init"):
+        config.load(tmp_path / "none.toml")
+
+
+def test_every_field_has_a_sentence():
+    for section in sections(RunConfig):
+        for name, field in section.model_fields.items():
+            if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+                assert field.description, f"{section.__name__}.{name}"
+                assert field.description.endswith("."), field.description
+    assert "| `lr` | `0.0003` |" in reference()
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+def test_a_starting_file_is_a_run_and_has_every_field(size):
+    text = starting_file(size, model="model/config.json", data="text")
+    run = config.from_dict(tomllib.loads(text))
+    assert run.optimizer.lr == SIZES[size][-1]
+    for section in sections(RunConfig):
+        for name in section.model_fields:
+            assert name in text
+
+
+def test_rates_rise_and_fall_as_they_should():
+    cosine = ScheduleSection(steps=100, warmup_steps=10, final=0.1)
+    rates = [rate_of_step(cosine, step) for step in range(100)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+    steady = ScheduleSection(steps=100, warmup_steps=10, kind="wsd", decay_steps=20, final=0.0)
+    rates = [rate_of_step(steady, step) for step in range(100)]
+    assert set(rates[9:81]) == {1.0}
+    assert rates[-1] == pytest.approx(0.0)
+    assert all(a > b for a, b in zip(rates[80:], rates[81:], strict=False))
