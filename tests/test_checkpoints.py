@@ -128,7 +128,7 @@ def refusals(folder: str) -> list[str]:
         messages = []
         wider, more = start(intermediate_size=96), start(num_hidden_layers=3)
         other = start()
-        other.optimizer.param_groups[0]["params"].reverse()
+        del other.optimizer._pairs[-1], other.optimizer.param_groups[0]["params"][-1]  # type: ignore[attr-defined]
         low = start()
         low.model.model.norm._buffers["extra"] = torch.zeros(2)
         for wrong in (wider, more, other, low):
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused_by_name(pool: RankPool, tmp_path: Path) ->
     wider, more, order, buffer, value = messages
     assert all(word in wider for word in ("mlp", "64", "96"))
     assert "layers.2" in more
-    assert "group 0" in order
+    assert all(word in order for word in ("group 0", "20", "21", "lm_head"))
     assert "norm.extra" in buffer
     assert value.startswith("data ")
 

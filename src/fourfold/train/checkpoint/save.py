@@ -94,9 +94,9 @@ class Checkpoints:
             return None
         reader = Reader(self.root, step)
         values = read_json(reader.folder, VALUES)
-        pieces = state.targets(training, tensors(reader.metadata), values)
+        targets = state.targets(training, tensors(reader.metadata), values)
         try:
-            dcp.load(cast(Any, pieces), storage_reader=reader, planner=LoadPlanner(), process_group=self._group)
+            dcp.load(cast(Any, targets), storage_reader=reader, planner=LoadPlanner(), process_group=self._group)
         except CheckpointException as error:
             raise ValueError(f"{reader.folder} cannot be loaded:\n{_words(error)}") from error
         state.resume(training, values)

@@ -12,13 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fourfold.parallel.random import seed_ranks
 from fourfold.parallel.report import Report
 from fourfold.train.checkpoint import optimizer as optimizers
-from fourfold.train.checkpoint.pieces import Piece
+from fourfold.train.checkpoint.pieces import Held, Piece
 
 MODEL = "model."
 
@@ -46,17 +46,17 @@ class Training:
 class Snapshot:
     """The tensors of this rank, by name, and the values that are the same on all ranks."""
 
-    tensors: dict[str, Piece]
+    tensors: dict[str, Held]
     values: dict[str, Any]
 
     def staged(self) -> Snapshot:
-        return Snapshot({name: piece.staged() for name, piece in self.tensors.items()}, self.values)
+        return Snapshot({name: held.staged() for name, held in self.tensors.items()}, self.values)
 
 
 def capture(training: Training) -> Snapshot:
     """What is to be saved, as it is now; the tensors are the run's own."""
-    tensors = {f"{MODEL}{name}": Piece.of(tensor) for name, tensor in model_tensors(training.model).items()}
-    states, groups = optimizers.capture(training.optimizer, training.model)
+    tensors = model_tensors(training.model, training.report)
+    states, groups = optimizers.capture(training.optimizer, training.model, training.report.layouts)
     report, config = training.report, getattr(training.model, "config", None)
     values = {
         "step": training.step,
@@ -66,10 +66,6 @@ def capture(training: Training) -> Snapshot:
         "schedule": training.schedule.state_dict() if training.schedule is not None else None,
         "optimizer": groups,
         "model": json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None,
-        "layouts": {
-            name: {"hf_name": layout.hf_name, "hf_shape": layout.hf_shape, "start": layout.start}
-            for name, layout in report.layouts.items()
-        },
         "grid": report.grid.shape,
         "versions": versions(),
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -84,11 +80,13 @@ def capture(training: Training) -> Snapshot:
 
 def targets(
     training: Training, stored: Mapping[str, TensorStorageMetadata], values: dict[str, Any]
-) -> dict[str, Piece]:
+) -> dict[str, Held]:
     """The run's own tensors, to be filled with those that are ``stored``; a checkpoint of another model is refused."""
-    pieces = {f"{MODEL}{name}": Piece.of(tensor) for name, tensor in model_tensors(training.model).items()}
-    _check_model(pieces, stored)
-    return pieces | optimizers.restore(training.optimizer, training.model, stored, values["optimizer"])
+    tensors = model_tensors(training.model, training.report)
+    _check_model(tensors, stored)
+    return tensors | optimizers.restore(
+        training.optimizer, training.model, training.report.layouts, stored, values["optimizer"]
+    )
 
 
 def resume(training: Training, values: dict[str, Any]) -> None:
@@ -102,12 +100,17 @@ def resume(training: Training, values: dict[str, Any]) -> None:
     seed_ranks(training.report.grid, training.seed, training.step)
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, a tied one once, and the buffers that a state dict has."""
+def model_tensors(model: nn.Module, report: Report) -> dict[str, Held]:
+    """Parameters, a tied one once, and the buffers that a state dict has; by their names in the Hugging Face model."""
     # FSDP2 may hold gathered weights after an evaluation; its hooks on the state dict cut them again.
     state = model.state_dict()
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    return {name: state[name] for name in names if name in state}
+    tensors: dict[str, Held] = {}
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        if name in state and state[name].numel():
+            layout = report.layouts.get(name)
+            hf_name = name if layout is None else layout.hf_name
+            tensors.setdefault(f"{MODEL}{hf_name}", Held()).add(Piece.of(state[name], layout))
+    return tensors
 
 
 def versions() -> dict[str, str]:
@@ -120,9 +123,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _check_model(pieces: Mapping[str, Piece], stored: Mapping[str, TensorStorageMetadata]) -> None:
+def _check_model(tensors: Mapping[str, Held], stored: Mapping[str, TensorStorageMetadata]) -> None:
     there = {name for name in stored if name.startswith(MODEL)}
-    for name, piece in pieces.items():
+    for name, held in tensors.items():
         if name not in there:
             near = difflib.get_close_matches(name, sorted(there), n=1, cutoff=0.0)
             raise ValueError(
@@ -130,12 +133,12 @@ def _check_model(pieces: Mapping[str, Piece], stored: Mapping[str, TensorStorage
                 + (f" (the nearest is {near[0]})" if near else "")
                 + "; use the model's configuration that it was saved with"
             )
-        if tuple(stored[name].size) != piece.whole:
+        if tuple(stored[name].size) != held.whole:
             raise ValueError(
-                f"{name} has shape {tuple(stored[name].size)} in the checkpoint, but {piece.whole} in the model; use the "
+                f"{name} has shape {tuple(stored[name].size)} in the checkpoint, but {held.whole} in the model; use the "
                 "configuration that it was saved with"
             )
-    if more := there - set(pieces):
+    if more := there - set(tensors):
         raise ValueError(
             f"the checkpoint has {len(more)} tensors that the model does not have, {min(more)} among them; use the model's "
             "configuration that it was saved with"

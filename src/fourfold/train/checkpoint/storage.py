@@ -6,7 +6,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -69,11 +70,11 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
         pieces = {item.index: cast(Tensor, planner.resolve_data(item)) for item in plan.items}
-        by_name = {index.fqn: tensor for index, tensor in pieces.items()}
-        assert len(by_name) == len(pieces)  # a rank holds one piece of a tensor
         if not pieces:
             done.set_result([])
             return done
+        names = _names_in_file(pieces)
+        by_name = {names[index]: tensor for index, tensor in pieces.items()}
         header, ranges = lay_out(by_name)
         parts = itertools.chain([header], (raw_bytes(by_name[name]) for name in ranges))
         record = commit.unfinished(self._root, self._step).write(self._file, parts)
@@ -81,7 +82,7 @@ class Writer(StorageWriter):
             [
                 WriteResult(index, stop - start, Written(Stored(self._file, start, stop), record))
                 for index in pieces
-                for start, stop in [ranges[index.fqn]]
+                for start, stop in [ranges[names[index]]]
             ]
         )
         return done
@@ -182,6 +183,15 @@ class Reader(StorageReader):
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def _names_in_file(pieces: Iterable[MetadataIndex]) -> dict[MetadataIndex, str]:
+    """A tensor's own name, with the place of the piece where a rank has several of it."""
+    counts = Counter(index.fqn for index in pieces)
+    return {
+        index: index.fqn if counts[index.fqn] == 1 else f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+        for index in pieces
+    }
 
 
 def lay_out(pieces: dict[str, Tensor]) -> tuple[bytes, dict[str, tuple[int, int]]]:
