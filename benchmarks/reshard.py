@@ -236,7 +236,9 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help=f"{len(SMALL)} grids instead of {len(GRIDS)}")
-    parser.add_argument("--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail")
+    parser.add_argument(
+        "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"
+    )
     options = parser.parse_args(arguments)
     grids = SMALL if options.small else GRIDS
     start_s = time.perf_counter()

@@ -17,10 +17,12 @@ from tests.models import batch, build, local_parameters
 Shape = tuple[int, int, int, int]
 
 
-def start(shape: Shape = (1, 1, 1, 1), kind: str = "llama", **changes: Any) -> Training:
+def start(
+    shape: Shape = (1, 1, 1, 1), kind: str = "llama", weights: Any = "auto", **changes: Any
+) -> Training:
     """A model on the grid with an optimizer and a schedule, before its first step."""
     model = build(kind, **changes)
-    report = ff.parallelize(model, Grid.create(shape))
+    report = ff.parallelize(model, Grid.create(shape), weights=weights)
     optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-2, eps=1e-4)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=10)
     return Training(model, optimizer, report, schedule, config={"run": "a test"})

@@ -294,7 +294,9 @@ def fill_the_disk(folder: str, size: int) -> str:
 @pytest.mark.parametrize("size", [0, 20_000])
 def test_a_full_disk_of_one_rank_is_an_error_on_all(pool: RankPool, tmp_path: Path, size: int) -> None:
     for message in pool.run(fill_the_disk, 2, str(tmp_path), size):
-        assert all(word in message for word in ("step-2", "rank 1", "rank-1.safetensors", f"after {size} bytes"))
+        assert all(
+            word in message for word in ("step-2", "rank 1", "rank-1.safetensors", f"after {size} bytes")
+        )
         assert "rank 0" not in message
     assert steps(open_folder(tmp_path)) == [1, 2]
 

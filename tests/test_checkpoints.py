@@ -24,7 +24,7 @@ from fourfold.train.checkpoint.manifest import find_damage
 from fourfold.train.checkpoint.pieces import Piece
 from fourfold.train.checkpoint.storage import Reader
 from tests.checkpoints import Shape, advance, assert_same, numbers, save_steps, start
-from tests.models import build
+from tests.models import batch, build
 
 # -- on every grid -----------------------------------------------------------------------------------------------------
 
@@ -132,11 +132,11 @@ def refusals(folder: str) -> list[str]:
         low = start()
         low.model.model.norm._buffers["extra"] = torch.zeros(2)
         for wrong in (wider, more, other, low):
-            with pytest.raises(ValueError) as caught:
+            with pytest.raises(ValueError, match="checkpoint") as caught:
                 checkpoints.load(wrong)
             messages.append(str(caught.value))
         training.step, training.data = 2, {"where": object()}
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="JSON") as caught:
             checkpoints.save(training)
         messages.append(str(caught.value))
     return messages
@@ -189,6 +189,25 @@ def test_a_rank_reads_no_byte_that_it_does_not_need(pool: RankPool, tmp_path: Pa
     pool.run(save_untrained, 1, str(tmp_path))
     for local, read in pool.run(read_a_part, 2, str(tmp_path)):
         assert read == local
+
+
+def evaluate_and_save(folder: str) -> None:
+    training = start((1, 2, 1, 1), weights="fsdp2")
+    advance(training)
+    expected = numbers(training)
+    ids, labels = batch(8)
+    with torch.no_grad():  # FSDP2 leaves the head gathered
+        training.model(input_ids=ids[:4], labels=labels[:4])
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(training)
+        checkpoints.wait()
+        again = start((1, 2, 1, 1), weights="streamed")
+        assert checkpoints.load(again) == 1
+    assert_same(numbers(again), expected)
+
+
+def test_an_evaluation_may_come_before_a_save(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(evaluate_and_save, 2, str(tmp_path))
 
 
 # -- what stays --------------------------------------------------------------------------------------------------------
@@ -276,7 +295,11 @@ def on_s3(endpoint: str) -> None:
     import s3fs
     from fsspec.config import conf
 
-    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     conf["s3"] = {"endpoint_url": endpoint}
     if torch.distributed.get_rank() == 0:
         s3fs.S3FileSystem().mkdir("bucket")

@@ -29,7 +29,9 @@ def add_to(commands: Any) -> None:
 
 def _action(actions: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=what)
-    parser.add_argument("folder", help="the folder of the run's checkpoints, or an fsspec URL such as s3://bucket/run")
+    parser.add_argument(
+        "folder", help="the folder of the run's checkpoints, or an fsspec URL such as s3://bucket/run"
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -54,7 +56,11 @@ def list_all(options: argparse.Namespace) -> int:
         newest = step
     for name in latest.unfinished_names(root):
         print(f"{name:<14} not a checkpoint: an interrupted save or removal, or set aside as damaged")
-    print(f"the newest is {step_name(newest)} (by sizes; `verify` compares hashes)" if newest is not None else "no checkpoint")
+    print(
+        f"the newest is {step_name(newest)} (by sizes; `verify` compares hashes)"
+        if newest is not None
+        else "no checkpoint"
+    )
     return 0
 
 
@@ -87,9 +93,10 @@ def show(options: argparse.Namespace) -> int:
     step = _steps(root, options.step)[-1]
     reader = Reader(root, step)
     values = read_json(reader.folder, VALUES)
-    print(f"{reader.folder}, saved {values['saved_at']} on " + ", ".join(
-        f"{axis}={size}" for axis, size in zip(AXES, values["grid"], strict=True)
-    ))
+    print(
+        f"{reader.folder}, saved {values['saved_at']} on "
+        + ", ".join(f"{axis}={size}" for axis, size in zip(AXES, values["grid"], strict=True))
+    )
     for part in ("model", "optimizer"):
         found = {n: t for n, t in tensors(reader.metadata).items() if n.startswith(f"{part}.")}
         numbers = sum(math.prod(t.size) for t in found.values())
@@ -134,7 +141,9 @@ def _steps(root: Any, wanted: int | None) -> list[int]:
     if not committed:
         raise ValueError(f"there is no checkpoint in {root}")
     if wanted is not None and wanted not in committed:
-        raise ValueError(f"there is no step-{wanted} in {root}; it has {', '.join(f'step-{s}' for s in committed)}")
+        raise ValueError(
+            f"there is no step-{wanted} in {root}; it has {', '.join(f'step-{s}' for s in committed)}"
+        )
     return committed if wanted is None else [wanted]
 
 

@@ -37,14 +37,18 @@ def convert(
         files[-1].append(name)
         size += empty.nbytes
     out.make()
-    written, weight_map = [], {}
+    written: list[str] = []
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(files, start=1):
         file = "model.safetensors" if len(files) == 1 else f"model-{i:05}-of-{len(files):05}.safetensors"
         out.write(file, _parts(reader, {name: weights[name] for name in names}))
         written.append(file)
         weight_map |= dict.fromkeys(names, file)
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(e.nbytes for e in weights.values())}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(e.nbytes for e in weights.values())},
+            "weight_map": weight_map,
+        }
         written.append("model.safetensors.index.json")
         out.write(written[-1], [dump_json(index)])
     if values["model"] is not None:

@@ -17,7 +17,9 @@ from typing import Any, Protocol
 
 import xxhash
 
-AT_ONCE_BYTES = 64 * 2**20  # of one call of write: what is hashed between two calls is warm in no cache, and bounded
+AT_ONCE_BYTES = (
+    64 * 2**20
+)  # of one call of write: what is hashed between two calls is warm in no cache, and bounded
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ class LocalFolder:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 way = "free space there, or save elsewhere"
-                raise OSError(error.errno, f"{error.strerror} after {size} bytes; {way}", str(path)) from error
+                raise OSError(
+                    error.errno, f"{error.strerror} after {size} bytes; {way}", str(path)
+                ) from error
             raise
         return FileRecord(size, digest.hexdigest())
 

@@ -91,7 +91,9 @@ def _read_tensor(
         if any(o + n > size for o, n, size in zip(offset, shape, whole, strict=True)):
             raise ValueError(f"a piece of {list(shape)} at {list(offset)} does not lie in {list(whole)}")
         if not start <= stop <= sizes[file] or stop - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{list(shape)} of {dtype} does not lie in bytes {start} to {stop} of {sizes[file]}")
+            raise ValueError(
+                f"{list(shape)} of {dtype} does not lie in bytes {start} to {stop} of {sizes[file]}"
+            )
         chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
         stored[MetadataIndex(name, offset)] = Stored(file, start, stop)
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(whole):

@@ -34,27 +34,28 @@ def newest_valid(
     return None, damaged
 
 
-def outdated(committed: list[int], keep: int) -> list[int]:
-    """The steps to remove so that ``keep`` stay.
+def outdated(committed: list[int], keep: int, saved: int) -> list[int]:
+    """The steps to remove so that ``keep`` stay, the one just ``saved`` in any case.
 
     Example:
-        >>> outdated([100, 200, 300, 400], keep=3)
+        >>> outdated([100, 200, 300, 400], keep=3, saved=400)
+        [100]
+        >>> outdated([100, 150, 300, 400], keep=2, saved=150)
         [100]
     """
-    return sorted(committed)[:-keep]
+    return [step for step in sorted(committed)[:-keep] if step != saved]
 
 
-def remove(root: Folder, step: int) -> None:
+def remove(root: Folder, old: list[int]) -> None:
     """The manifest goes first: a removal that is interrupted leaves no checkpoint instead of half of one."""
-    root.child(step_name(step)).remove(MANIFEST)
-    root.remove(step_name(step))
+    for step in old:
+        root.child(step_name(step)).remove(MANIFEST)
+        root.remove(step_name(step))
 
 
 def set_aside(root: Folder, step: int) -> str:
     """Rename a damaged checkpoint, so that its step can be saved again and somebody can look at it; its new name."""
     taken = set(root.names())
-    new = next(
-        name for i in range(len(taken) + 1) if (name := f"{step_name(step)}.damaged-{i}") not in taken
-    )
+    new = next(name for i in range(len(taken) + 1) if (name := f"{step_name(step)}.damaged-{i}") not in taken)
     root.rename(step_name(step), new)
     return new

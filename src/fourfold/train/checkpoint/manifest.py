@@ -62,7 +62,9 @@ def read_manifest(folder: Folder, step: int) -> Manifest:
     return Manifest(step, files)
 
 
-def find_damage(folder: Folder, step: int, *, part: int = 0, parts: int = 1, hashes: bool = True) -> list[str]:
+def find_damage(
+    folder: Folder, step: int, *, part: int = 0, parts: int = 1, hashes: bool = True
+) -> list[str]:
     """What is wrong with a checkpoint, file by file; empty if nothing.
 
     ``parts`` ranks share the files; without ``hashes`` only sizes are compared.

@@ -93,7 +93,11 @@ def _piece(name: str, value: Any, parameter: nn.Parameter, layout: Layout) -> Pi
 
 
 def _room(
-    stored: TensorStorageMetadata, parameter: nn.Parameter, key: Tensor, layout: Layout, options: dict[str, Any]
+    stored: TensorStorageMetadata,
+    parameter: nn.Parameter,
+    key: Tensor,
+    layout: Layout,
+    options: dict[str, Any],
 ) -> Tensor:
     dtype = stored.properties.dtype
     if tuple(stored.size) == layout.hf_shape:
@@ -137,7 +141,9 @@ def _restore_groups(
 ) -> None:
     now = _groups(optimizer, model, layouts)
     if len(now) != len(saved):
-        raise ValueError(f"the optimizer has {len(now)} groups, in the checkpoint it has {len(saved)}; make as many")
+        raise ValueError(
+            f"the optimizer has {len(now)} groups, in the checkpoint it has {len(saved)}; make as many"
+        )
     for i, (group, mine, theirs) in enumerate(zip(optimizer.param_groups, now, saved, strict=True)):
         if mine["parameters"] != theirs["parameters"]:
             other = min({*mine["parameters"]} ^ {*theirs["parameters"]})

@@ -148,7 +148,9 @@ class LoadPlanner(DefaultLoadPlanner):
                     )
             needed = sum(piece.local.numel() for piece in held.pieces)
             if planned[name] != needed:
-                raise ValueError(f"the checkpoint has {planned[name]} of the {needed} numbers that this rank needs of {name}")
+                raise ValueError(
+                    f"the checkpoint has {planned[name]} of the {needed} numbers that this rank needs of {name}"
+                )
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

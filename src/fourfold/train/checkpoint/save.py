@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from fourfold.train.checkpoint import latest, state
 from fourfold.train.checkpoint.commit import step_name
@@ -51,7 +52,9 @@ class Checkpoints:
         self, where: str | os.PathLike[str], *, keep: int | None = None, timeout_s: float = 1800.0
     ) -> None:
         if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep} would remove the checkpoint just saved; use at least 1, or None for all")
+            raise ValueError(
+                f"keep={keep} would remove the checkpoint just saved; use at least 1, or None for all"
+            )
         self.root: Folder = open_folder(where)
         self.keep = keep
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -96,7 +99,9 @@ class Checkpoints:
         values = read_json(reader.folder, VALUES)
         targets = state.targets(training, tensors(reader.metadata), values)
         try:
-            dcp.load(cast(Any, targets), storage_reader=reader, planner=LoadPlanner(), process_group=self._group)
+            dcp_load(
+                cast(Any, targets), storage_reader=reader, planner=LoadPlanner(), process_group=self._group
+            )
         except CheckpointException as error:
             raise ValueError(f"{reader.folder} cannot be loaded:\n{_words(error)}") from error
         state.resume(training, values)
@@ -125,32 +130,37 @@ class Checkpoints:
 
     def _save(self, step: int, snapshot: Snapshot) -> None:
         failures: list[str] = []
+        outcome = "was not saved"
         try:
             writer = Writer(self.root, step, snapshot.values)
-            dcp.save(
+            dcp_save(
                 cast(Any, snapshot.tensors),
                 storage_writer=writer,
                 planner=SavePlanner(),
                 process_group=self._group,
             )
+            outcome = "was saved, but older checkpoints were not removed"
             failures = self._retain(step)
         except BaseException as error:  # CheckpointException, of all ranks, is no Exception
-            failures = [_words(error) if isinstance(error, CheckpointException) else f"rank {self._rank}: {error!r}"]
+            failures = [
+                _words(error) if isinstance(error, CheckpointException) else f"rank {self._rank}: {error!r}"
+            ]
         if failures:
-            self._error = SaveError(f"{self.root}/{step_name(step)} was not saved:\n" + "\n".join(failures))
+            self._error = SaveError(f"{self.root}/{step_name(step)} {outcome}:\n" + "\n".join(failures))
 
     def _retain(self, newest: int) -> list[str]:
         """Remove what is older than the ``keep`` newest, if the newest is whole when it is read back."""
         keep = self.keep
         if keep is None:
             return []
-        old = self._from_first(lambda: latest.outdated(latest.steps(self.root), keep))
+        # What was just saved stays, also when a run that was set back saves before what it had saved.
+        old = self._from_first(lambda: latest.outdated(latest.steps(self.root), keep, newest))
         if not old:
             return []
         damage = self._damage(newest)
         if damage:
-            return [*damage, f"{len(old)} older checkpoints stay: {', '.join(map(step_name, old))}"]
-        self._from_first(lambda: [latest.remove(self.root, step) for step in old if step != newest])
+            return [f"it is damaged when read back, so {', '.join(map(step_name, old))} stay", *damage]
+        self._from_first(lambda: latest.remove(self.root, old))
         return []
 
     # -- agreement of all ranks ---------------------------------------------------------------------------------------
@@ -171,7 +181,9 @@ class Checkpoints:
     def _checked(self, step: int) -> int:
         committed = self._from_first(lambda: latest.steps(self.root))
         if step not in committed:
-            raise ValueError(f"there is no {step_name(step)} in {self.root}; it has {list(map(step_name, committed))}")
+            raise ValueError(
+                f"there is no {step_name(step)} in {self.root}; it has {list(map(step_name, committed))}"
+            )
         if damage := self._damage(step):
             raise ValueError("\n".join([f"{self.root}/{step_name(step)} is damaged:", *damage]))
         return step
@@ -205,4 +217,6 @@ class Checkpoints:
 
 def _words(error: CheckpointException) -> str:
     """The errors of all ranks, without their traces."""
-    return "\n".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
+    return "\n".join(
+        f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items())
+    )

@@ -57,7 +57,8 @@ def capture(training: Training) -> Snapshot:
     """What is to be saved, as it is now; the tensors are the run's own."""
     tensors = model_tensors(training.model, training.report)
     states, groups = optimizers.capture(training.optimizer, training.model, training.report.layouts)
-    report, config = training.report, getattr(training.model, "config", None)
+    report = training.report
+    config: Any = getattr(training.model, "config", None)
     values = {
         "step": training.step,
         "seed": training.seed,
@@ -74,7 +75,9 @@ def capture(training: Training) -> Snapshot:
         try:
             values[key] = json.loads(json.dumps(value))  # a copy, too: training goes on
         except TypeError as error:
-            raise ValueError(f"{key} cannot be saved as JSON ({error}); use numbers, words, lists and tables") from error
+            raise ValueError(
+                f"{key} cannot be saved as JSON ({error}); use numbers, words, lists and tables"
+            ) from error
     return Snapshot(tensors | states, values)
 
 
@@ -92,7 +95,11 @@ def targets(
 def resume(training: Training, values: dict[str, Any]) -> None:
     """Set all that is no tensor."""
     if (training.schedule is None) != (values["schedule"] is None):
-        has = "a schedule, but the run has none" if training.schedule is None else "no schedule, but the run has one"
+        has = (
+            "a schedule, but the run has none"
+            if training.schedule is None
+            else "no schedule, but the run has one"
+        )
         raise ValueError(f"the checkpoint has {has}; make the run as it was")
     if training.schedule is not None:
         training.schedule.load_state_dict(values["schedule"])

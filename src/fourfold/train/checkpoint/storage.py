@@ -14,10 +14,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader, StorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from fourfold.train.checkpoint import commit
@@ -76,8 +75,8 @@ class Writer(StorageWriter):
         names = _names_in_file(pieces)
         by_name = {names[index]: tensor for index, tensor in pieces.items()}
         header, ranges = lay_out(by_name)
-        parts = itertools.chain([header], (raw_bytes(by_name[name]) for name in ranges))
-        record = commit.unfinished(self._root, self._step).write(self._file, parts)
+        folder = commit.unfinished(self._root, self._step)
+        record = folder.write(self._file, _file(header, [by_name[name] for name in ranges]))
         done.set_result(
             [
                 WriteResult(index, stop - start, Written(Stored(self._file, start, stop), record))
@@ -149,7 +148,13 @@ class Reader(StorageReader):
         self._read(target, where.file, where.start, tensor.properties.dtype, shape, offset)
 
     def _read(
-        self, target: Tensor, file: str, start: int, dtype: torch.dtype, shape: tuple[int, ...], offset: tuple[int, ...]
+        self,
+        target: Tensor,
+        file: str,
+        start: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        offset: tuple[int, ...],
     ) -> None:
         """Whole rows and a cut in memory, or, where that would read much in vain, row by row."""
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -189,7 +194,9 @@ def _names_in_file(pieces: Iterable[MetadataIndex]) -> dict[MetadataIndex, str]:
     """A tensor's own name, with the place of the piece where a rank has several of it."""
     counts = Counter(index.fqn for index in pieces)
     return {
-        index: index.fqn if counts[index.fqn] == 1 else f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+        index: index.fqn
+        if counts[index.fqn] == 1
+        else f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
         for index in pieces
     }
 
@@ -218,8 +225,14 @@ def lay_out(pieces: dict[str, Tensor]) -> tuple[bytes, dict[str, tuple[int, int]
     return header, {name: (len(header) + a, len(header) + b) for name, (a, b) in ranges.items()}
 
 
+def _file(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for tensor in tensors:
+        yield raw_bytes(tensor)
+
+
 def raw_bytes(tensor: Tensor) -> memoryview:
-    return cast(memoryview, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_rectangles(reader: Reader, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
