@@ -24,7 +24,7 @@ from fourfold.train.checkpoint.manifest import find_damage
 from fourfold.train.checkpoint.pieces import Piece
 from fourfold.train.checkpoint.storage import Reader
 from tests.checkpoints import Shape, advance, assert_same, numbers, save_steps, start
-from tests.models import batch, build
+from tests.models import batch, build, local_parameters, part
 
 # -- on every grid -----------------------------------------------------------------------------------------------------
 
@@ -40,6 +40,43 @@ def test_a_fault_in_what_was_loaded_is_noticed(pool: RankPool, tmp_path: Path, f
     (verdict,) = reshard.reshard(pool, reshard.SMALL[:1], tmp_path, fault).values()
     assert not verdict.holds()
     assert bool(verdict.different) == (fault != "schedule")
+
+
+def save_few_rows(folder: str, shape: Shape, rows: int) -> int:
+    training = start(shape, vocab_size=rows)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(training)
+    return min(tensor.numel() for tensor in local_parameters(training.model).values())
+
+
+def load_few_rows(folder: str, shape: Shape, rows: int) -> None:
+    training = start(shape, vocab_size=rows)
+    for tensor in local_parameters(training.model).values():
+        tensor.fill_(torch.nan)
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.load(training) == 0
+    whole = dict(build("llama", vocab_size=rows).named_parameters())
+    for name, tensor in local_parameters(training.model).items():
+        assert torch.equal(tensor, part(whole, training.report, training.report.grid, name)), name
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        ((1, 4, 1, 1), 5),  # rows 2, 2, 1 and 0
+        ((1, 4, 1, 2), 6),  # rows 1, 1, 1 and 0 of each half: the last of the first half begins where the second does
+    ],
+)
+def test_ranks_that_hold_nothing_take_nothing_from_the_others(
+    pool: RankPool, tmp_path: Path, shape: Shape, rows: int
+) -> None:
+    ranks, one = shape[1] * shape[3], (1, 1, 1, 1)
+    many_folder, one_folder = str(tmp_path / "many"), str(tmp_path / "one")
+    assert 0 in pool.run(save_few_rows, ranks, many_folder, shape, rows)
+    pool.run(save_few_rows, 1, one_folder, one, rows)
+    pool.run(load_few_rows, 1, many_folder, one, rows)
+    pool.run(load_few_rows, ranks, one_folder, shape, rows)
+    pool.run(load_few_rows, ranks, many_folder, shape, rows)
 
 
 # -- a run goes on -----------------------------------------------------------------------------------------------------
