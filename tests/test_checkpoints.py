@@ -42,41 +42,43 @@ def test_a_fault_in_what_was_loaded_is_noticed(pool: RankPool, tmp_path: Path, f
     assert bool(verdict.different) == (fault != "schedule")
 
 
-def save_few_rows(folder: str, shape: Shape, rows: int) -> int:
-    training = start(shape, vocab_size=rows)
+def save_small(folder: str, shape: Shape, kind: str, changes: dict[str, int]) -> int:
+    training = start(shape, kind, **changes)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(training)
     return min(tensor.numel() for tensor in local_parameters(training.model).values())
 
 
-def load_few_rows(folder: str, shape: Shape, rows: int) -> None:
-    training = start(shape, vocab_size=rows)
+def load_small(folder: str, shape: Shape, kind: str, changes: dict[str, int]) -> None:
+    training = start(shape, kind, **changes)
     for tensor in local_parameters(training.model).values():
         tensor.fill_(torch.nan)
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.load(training) == 0
-    whole = dict(build("llama", vocab_size=rows).named_parameters())
+    whole = dict(build(kind, **changes).named_parameters())
     for name, tensor in local_parameters(training.model).items():
         assert torch.equal(tensor, part(whole, training.report, training.report.grid, name)), name
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows"),
+    ("shape", "kind", "changes"),
     [
-        ((1, 4, 1, 1), 5),  # rows 2, 2, 1 and 0
-        ((1, 4, 1, 2), 6),  # rows 1, 1, 1 and 0 of each half: the last of the first half begins where the second does
+        ((1, 4, 1, 1), "llama", {"vocab_size": 5}),  # rows 2, 2, 1 and 0
+        ((1, 4, 1, 2), "llama", {"vocab_size": 6}),  # rows 1, 1, 1 and 0 of each half
+        # Where a bias of q ends, that of k begins.
+        ((1, 4, 1, 2), "gpt2", {"hidden_size": 4, "num_attention_heads": 2, "n_inner": 8}),
     ],
 )
 def test_ranks_that_hold_nothing_take_nothing_from_the_others(
-    pool: RankPool, tmp_path: Path, shape: Shape, rows: int
+    pool: RankPool, tmp_path: Path, shape: Shape, kind: str, changes: dict[str, int]
 ) -> None:
     ranks, one = shape[1] * shape[3], (1, 1, 1, 1)
     many_folder, one_folder = str(tmp_path / "many"), str(tmp_path / "one")
-    assert 0 in pool.run(save_few_rows, ranks, many_folder, shape, rows)
-    pool.run(save_few_rows, 1, one_folder, one, rows)
-    pool.run(load_few_rows, 1, many_folder, one, rows)
-    pool.run(load_few_rows, ranks, one_folder, shape, rows)
-    pool.run(load_few_rows, ranks, many_folder, shape, rows)
+    assert 0 in pool.run(save_small, ranks, many_folder, shape, kind, changes)
+    pool.run(save_small, 1, one_folder, one, kind, changes)
+    pool.run(load_small, 1, many_folder, one, kind, changes)
+    pool.run(load_small, ranks, one_folder, shape, kind, changes)
+    pool.run(load_small, ranks, many_folder, shape, kind, changes)
 
 
 # -- a run goes on -----------------------------------------------------------------------------------------------------
