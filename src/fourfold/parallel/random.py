@@ -15,6 +15,7 @@ from torch import Tensor
 from fourfold.grid import Axis, Grid
 
 _MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring inputs give distant seeds
+_STEP_MIX = 0xD1B54A32D192ED03  # another odd number, so that steps and seeds do not meet
 
 
 class Dropout:
@@ -60,6 +61,9 @@ class Dropout:
         return generator.initial_seed() * _MIX + offset
 
 
-def seed_ranks(grid: Grid, seed: int) -> None:
-    """Seed the default generators: the same on the x and y ranks of a batch part, another for each part."""
-    torch.manual_seed((seed * _MIX + grid.batch_rank) % 2**63)
+def seed_ranks(grid: Grid, seed: int, step: int = 0) -> None:
+    """Seed the default generators: the same on the x and y ranks of a batch part, another for each part and step.
+
+    Called before each step, a run that is resumed draws what it would have drawn, and no generator has to be saved.
+    """
+    torch.manual_seed((seed * _MIX + step * _STEP_MIX + grid.batch_rank) % 2**63)

@@ -1,0 +1,155 @@
+"""`fourfold checkpoint`: look at checkpoints, check them, and make Hugging Face folders of them; no rank is started."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "checkpoint",
+        help="list, verify, show and convert checkpoints",
+        description="Look at the checkpoints in a folder or under an fsspec URL. Nothing of them is ever executed.",
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    _action(actions, "ls", list_all, "the checkpoints, and whether their files are there")
+    verify = _action(actions, "verify", verify_all, "hash every file and compare it with the manifest")
+    info = _action(actions, "info", show, "what a checkpoint holds")
+    convert = _action(actions, "convert", to_hugging_face, "write the weights as from_pretrained reads them")
+    for action, default in ((verify, "all"), (info, "the newest"), (convert, "the newest valid one")):
+        action.add_argument("--step", type=int, help=f"by default {default}")
+    info.add_argument("--tensors", action="store_true", help="list every tensor")
+    convert.add_argument("out", help="an empty folder, or an fsspec URL")
+    convert.add_argument("--dtype", choices=DTYPES, help="cast the weights; by default they stay as they are")
+
+
+def _action(actions: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=what)
+    parser.add_argument(
+        "folder", help="the folder of the run's checkpoints, or an fsspec URL such as s3://bucket/run"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def list_all(options: argparse.Namespace) -> int:
+    from fourfold.train.checkpoint import latest
+    from fourfold.train.checkpoint.commit import step_name
+    from fourfold.train.checkpoint.folder import open_folder
+    from fourfold.train.checkpoint.manifest import find_damage, read_manifest
+
+    root = open_folder(options.folder)
+    newest = None
+    for step in latest.steps(root):
+        folder = root.child(step_name(step))
+        damage = find_damage(folder, step, hashes=False)
+        if damage:
+            print(f"{step_name(step):<14} DAMAGED  {damage[0]}")
+            continue
+        files = read_manifest(folder, step).files
+        size = sum(record.size for record in files.values())
+        print(f"{step_name(step):<14} complete  {len(files)} files, {_bytes(size)}")
+        newest = step
+    for name in latest.unfinished_names(root):
+        print(f"{name:<14} not a checkpoint: an interrupted save or removal, or set aside as damaged")
+    print(
+        f"the newest is {step_name(newest)} (by sizes; `verify` compares hashes)"
+        if newest is not None
+        else "no checkpoint"
+    )
+    return 0
+
+
+def verify_all(options: argparse.Namespace) -> int:
+    from fourfold.train.checkpoint.commit import step_name
+    from fourfold.train.checkpoint.folder import open_folder
+    from fourfold.train.checkpoint.manifest import find_damage, read_manifest
+
+    root = open_folder(options.folder)
+    bad = 0
+    for step in _steps(root, options.step):
+        folder = root.child(step_name(step))
+        damage = find_damage(folder, step)
+        bad += bool(damage)
+        if damage:
+            print("\n".join([f"{step_name(step)} DAMAGED", *(f"  {line}" for line in damage)]))
+        else:
+            print(f"{step_name(step)} valid, {len(read_manifest(folder, step).files)} files")
+    return 1 if bad else 0
+
+
+def show(options: argparse.Namespace) -> int:
+    from fourfold.grid import AXES
+    from fourfold.train.checkpoint.folder import open_folder
+    from fourfold.train.checkpoint.index import tensors
+    from fourfold.train.checkpoint.manifest import read_json
+    from fourfold.train.checkpoint.storage import VALUES, Reader
+
+    root = open_folder(options.folder)
+    step = _steps(root, options.step)[-1]
+    reader = Reader(root, step)
+    values = read_json(reader.folder, VALUES)
+    print(
+        f"{reader.folder}, saved {values['saved_at']} on "
+        + ", ".join(f"{axis}={size}" for axis, size in zip(AXES, values["grid"], strict=True))
+    )
+    for part in ("model", "optimizer"):
+        found = {n: t for n, t in tensors(reader.metadata).items() if n.startswith(f"{part}.")}
+        numbers = sum(math.prod(t.size) for t in found.values())
+        size = sum(math.prod(t.size) * t.properties.dtype.itemsize for t in found.values())
+        print(f"{part}: {len(found)} tensors, {numbers:,} numbers, {_bytes(size)}")
+        if options.tensors:
+            for name, tensor in sorted(found.items()):
+                kind = str(tensor.properties.dtype).removeprefix("torch.")
+                print(f"  {name} {list(tensor.size)} {kind}, {len(tensor.chunks)} pieces")
+    for key in ("step", "seed", "data", "schedule", "config", "versions"):
+        print(f"{key}: {values[key]}")
+    return 0
+
+
+def to_hugging_face(options: argparse.Namespace) -> int:
+    import torch
+
+    from fourfold.train.checkpoint import latest
+    from fourfold.train.checkpoint.commit import step_name
+    from fourfold.train.checkpoint.convert import convert
+    from fourfold.train.checkpoint.folder import open_folder
+    from fourfold.train.checkpoint.manifest import Damaged, find_damage
+
+    root = open_folder(options.folder)
+    step, damaged = latest.newest_valid(
+        _steps(root, options.step), lambda step: find_damage(root.child(step_name(step)), step)
+    )
+    for lines in damaged.values():
+        print("\n".join(["damaged, and not converted:", *(f"  {line}" for line in lines)]))
+    if step is None:
+        raise Damaged(f"none of the {len(damaged)} checkpoints looked at in {root} is valid")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(options.dtype or "")
+    files = convert(root, step, open_folder(options.out), dtype=dtype)
+    print(f"{step_name(step)} -> {options.out}: {', '.join(files)}")
+    return 0
+
+
+def _steps(root: Any, wanted: int | None) -> list[int]:
+    from fourfold.train.checkpoint import latest
+
+    committed = latest.steps(root)
+    if not committed:
+        raise ValueError(f"there is no checkpoint in {root}")
+    if wanted is not None and wanted not in committed:
+        raise ValueError(
+            f"there is no step-{wanted} in {root}; it has {', '.join(f'step-{s}' for s in committed)}"
+        )
+    return committed if wanted is None else [wanted]
+
+
+def _bytes(size: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

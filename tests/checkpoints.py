@@ -1,0 +1,111 @@
+"""A small run to save and load, and faults to plant while it is saved."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fourfold as ff
+from fourfold import Grid
+from fourfold.train.checkpoint import Checkpoints, Training
+from fourfold.train.checkpoint import folder as folders
+from tests.models import batch, build, local_parameters
+
+Shape = tuple[int, int, int, int]
+
+
+def start(
+    shape: Shape = (1, 1, 1, 1), kind: str = "llama", weights: Any = "auto", **changes: Any
+) -> Training:
+    """A model on the grid with an optimizer and a schedule, before its first step."""
+    model = build(kind, **changes)
+    report = ff.parallelize(model, Grid.create(shape), weights=weights)
+    optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-2, eps=1e-4)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=10)
+    return Training(model, optimizer, report, schedule, config={"run": "a test"})
+
+
+def advance(training: Training) -> float:
+    ids, labels = batch(8, seed=training.step)
+    rows = training.report.grid.local_rows(len(ids))
+    loss = training.model(input_ids=ids[rows], labels=labels[rows]).loss
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.schedule.step()
+    training.step += 1
+    training.data["sequences"] = training.step * len(ids)
+    return float(loss)
+
+
+def numbers(training: Training) -> dict[str, Tensor]:
+    """All numbers of this rank that a checkpoint has to bring back."""
+    found = {name: tensor.clone() for name, tensor in local_parameters(training.model).items()}
+    names = {id(p): name for name, p in training.model.named_parameters()}
+    for parameter, shard in training.optimizer._pairs:  # type: ignore[attr-defined]
+        for kind, value in training.optimizer.state[shard].items():
+            found[f"{names[id(parameter)]}: {kind}"] = value.clone()
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def save_steps(folder: str, shape: Shape, steps: int, **options: Any) -> None:
+    """Checkpoints of the steps 1, 2, ..."""
+    training = start(shape)
+    with Checkpoints(folder, **options) as checkpoints:
+        for _ in range(steps):
+            advance(training)
+            checkpoints.save(training)
+
+
+def die_at(operation: str, name: str) -> None:
+    """From now on this process kills itself in the middle of an operation on a file or folder of that name."""
+    fsync, rename, plain_open = os.fsync, os.rename, open
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying_fsync(descriptor: int) -> None:
+        if operation == "fsync" and Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == name:
+            die()
+        fsync(descriptor)
+
+    def dying_rename(source: Path, target: Path) -> None:
+        if operation == "before rename" and Path(source).name == name:
+            die()
+        rename(source, target)
+        if operation == "after rename" and Path(source).name == name:
+            die()
+
+    class DyingFile:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __enter__(self) -> "DyingFile":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self._file.close()
+
+        def fileno(self) -> int:
+            return int(self._file.fileno())
+
+        def write(self, view: memoryview) -> int:
+            self._file.write(view[: len(view) // 2])
+            die()
+            return 0
+
+    def dying_open(path: Path, mode: str, **options: Any) -> Any:
+        file = plain_open(path, mode, **options)
+        return DyingFile(file) if operation == "write" and "x" in mode and Path(path).name == name else file
+
+    os.fsync, os.rename = dying_fsync, dying_rename  # type: ignore[assignment]
+    folders.open = dying_open  # type: ignore[attr-defined]
