@@ -1,6 +1,8 @@
 """Samples: all tokens of all documents, boundaries respected, and what a model makes of them."""
 
 import functools
+import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +51,14 @@ def test_a_large_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
 
 
 def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
-    tokens = np.random.default_rng(0).integers(0, 131, 4000)
-    samples = Samples(prepared.write(tmp_path, [tokens], shard_tokens=2), "train", 1000)
-    assert np.concatenate([samples[i].input_ids for i in range(4)]).tolist() == tokens.tolist()
+    tokens = np.random.default_rng(0).integers(0, 131, 600)
+    samples = Samples(prepared.write(tmp_path, tokens[:, None], shard_tokens=2), "train", 150)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 200, before[1]))
+    try:
+        assert np.concatenate([samples[i].input_ids for i in range(4)]).tolist() == tokens.tolist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_lost_or_cut_file_is_named(tmp_path: Path) -> None:

@@ -153,7 +153,12 @@ def _field(record: bytes, path: str, at: int, column: str) -> str:
         raise ValueError(f"{path} has {type(value).__name__} at byte {at}, not an object with a field {column!r}")
     if column not in value:
         raise ValueError(_no_column(path, column, sorted(value)))
-    return _as_text(value[column], path, column)
+    text = _as_text(value[column], path, column)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can name half of a surrogate pair, which is no character
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 # -- tables -------------------------------------------------------------------------------------------------------

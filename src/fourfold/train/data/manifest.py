@@ -23,7 +23,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 def split_of(text: str, validation: float) -> Split:
     """By the text alone: neither order nor neighbours matter, and two copies never part."""
-    return "validation" if xxhash.xxh3_64_intdigest(text, SPLIT_SALT) < validation * 2.0**64 else "train"
+    return "validation" if xxhash.xxh3_64_intdigest(text.encode(), SPLIT_SALT) < validation * 2.0**64 else "train"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """Of every token and every boundary, through the hashes of the shards."""
-        return xxhash.xxh3_128_hexdigest(json.dumps(self.to_json(), sort_keys=True))
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.to_json(), sort_keys=True).encode())
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -132,7 +132,7 @@ def _do(task: _Task, number: int, part: Sequence[Piece]) -> int:
     source = xxhash.xxh3_128()
     for texts in _batches(texts_of(part, settings.reading)):
         for text, encoded in zip(texts, backend.encode_batch_fast(texts), strict=True):
-            source.update(xxhash.xxh3_128_digest(text))
+            source.update(xxhash.xxh3_128_digest(text.encode()))
             ids = encoded.ids
             if ids[-1:] != [facts.eos_id]:
                 ids.append(facts.eos_id)
@@ -195,6 +195,6 @@ def _is_done(folder: Path, number: int, tokenizer: TokenizerFacts) -> bool:
 
 def _put_together(folder: Path, count: int, tokenizer: TokenizerFacts, source_bytes: int) -> Manifest:
     notes = [json.loads(_note(folder, number).read_text()) for number in range(count)]
-    source = xxhash.xxh3_128_hexdigest("".join(note["source"] for note in notes))
+    source = xxhash.xxh3_128_hexdigest("".join(note["source"] for note in notes).encode())
     shards = {split: [shard for note in notes for shard in _shards(note, split)] for split in SPLITS}
     return Manifest(tokenizer, source, source_bytes, shards)

@@ -76,7 +76,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerFacts:
 
 def facts_of(tokenizer: Any) -> TokenizerFacts:
     content = plain_backend(tokenizer.backend_tokenizer.to_str()).to_str()
-    return TokenizerFacts(xxhash.xxh3_128_hexdigest(content), len(tokenizer), int(tokenizer.eos_token_id))
+    return TokenizerFacts(xxhash.xxh3_128_hexdigest(content.encode()), len(tokenizer), int(tokenizer.eos_token_id))
 
 
 def plain_backend(content: str) -> Any:
