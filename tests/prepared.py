@@ -15,7 +15,12 @@ Documents = Sequence[Sequence[int]]
 
 
 def write(
-    folder: Path, train: Documents, validation: Documents = (), *, shard_tokens: int = 1 << 20, vocab_size: int = 131
+    folder: Path,
+    train: Documents,
+    validation: Documents = (),
+    *,
+    shard_tokens: int = 1 << 20,
+    vocab_size: int = 131,
 ) -> Path:
     """The folder that a preparation of these tokens leaves."""
     writers = {}

@@ -30,7 +30,7 @@ def test_each_place_is_taken_once(size: int, key: int) -> None:
 def test_no_place_of_a_trillion_is_taken_twice(size: int, first: int, key: int) -> None:
     taken = permuted(np.arange(first, first + 2000), size, key)
     assert len(set(taken.tolist())) == 2000
-    assert 0 <= taken.min()
+    assert taken.min() >= 0
     assert taken.max() < size
     # Spread over all of it: the chance that 2000 fair draws miss a tenth is 1e-91.
     assert len(set((taken * 10 // size).tolist())) == 10

@@ -32,7 +32,10 @@ def _add_prepare(actions: Any) -> None:
     )
     parser.add_argument("--tokenizer", help="a folder or a hub id")
     parser.add_argument(
-        "--train-tokenizer", type=int, metavar="SIZE", help="train a byte-level BPE of this size on the inputs"
+        "--train-tokenizer",
+        type=int,
+        metavar="SIZE",
+        help="train a byte-level BPE of this size on the inputs",
     )
     parser.add_argument("--column", default="text", help="the field that holds the text (default: text)")
     parser.add_argument(
@@ -45,20 +48,30 @@ def _add_prepare(actions: Any) -> None:
     )
     parser.add_argument("--split", default="train", help="of a data set of Hugging Face (default: train)")
     parser.add_argument(
-        "--text-suffix", action="append", default=[], metavar=".SUFFIX", help="files in folders that are text, too"
+        "--text-suffix",
+        action="append",
+        default=[],
+        metavar=".SUFFIX",
+        help="files in folders that are text, too",
     )
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count() or 1, help="(default: one for each core)"
     )
-    parser.add_argument("--part-mb", type=float, help="input that a process takes at a time (default: 4 to 256)")
-    parser.add_argument("--overwrite", action="store_true", help="remove an earlier preparation of this folder")
+    parser.add_argument(
+        "--part-mb", type=float, help="input that a process takes at a time (default: 4 to 256)"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="remove an earlier preparation of this folder"
+    )
     parser.set_defaults(run=prepare)
 
 
 def _add_info(actions: Any) -> None:
     parser = actions.add_parser("info", help="what a folder of tokens holds")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--verify", action="store_true", help="read every byte and compare with what was written")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every byte and compare with what was written"
+    )
     parser.add_argument("--show", type=int, default=0, metavar="N", help="the text of the first N samples")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sample, with --show")
     parser.set_defaults(run=info)
@@ -105,7 +118,9 @@ def info(options: argparse.Namespace) -> int:
     for line in wrong:
         print(f"DAMAGED: {line}")
     if wrong:
-        print(f"{len(wrong)} files are not what was written; copy the folder again, or prepare it with --overwrite")
+        print(
+            f"{len(wrong)} files are not what was written; copy the folder again, or prepare it with --overwrite"
+        )
         return 1
     if options.verify:
         print("verified: every byte is what was written")

@@ -150,7 +150,9 @@ def _field(record: bytes, path: str, at: int, column: str) -> str:
             f"{path} has a line at byte {at} that is no JSON ({error}); it needs one JSON object a line"
         ) from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} has {type(value).__name__} at byte {at}, not an object with a field {column!r}")
+        raise ValueError(
+            f"{path} has {type(value).__name__} at byte {at}, not an object with a field {column!r}"
+        )
     if column not in value:
         raise ValueError(_no_column(path, column, sorted(value)))
     text = _as_text(value[column], path, column)

@@ -27,7 +27,9 @@ class Input:
         return self.path.stat().st_size
 
 
-def find_inputs(names: Sequence[str], *, split: str = "train", text_suffixes: Sequence[str] = ()) -> list[Input]:
+def find_inputs(
+    names: Sequence[str], *, split: str = "train", text_suffixes: Sequence[str] = ()
+) -> list[Input]:
     """The files behind the names, in an order that depends on the names alone.
 
     A folder stands for all files in it and below whose suffix is known, or is among ``text_suffixes``; a folder that
@@ -39,7 +41,9 @@ def find_inputs(names: Sequence[str], *, split: str = "train", text_suffixes: Se
             found.setdefault(file.path, file)
     if not found:
         known = ", ".join([*KINDS, *text_suffixes])
-        raise ValueError(f"no file in {', '.join(names)} ends in {known}; name the files, or use --text-suffix")
+        raise ValueError(
+            f"no file in {', '.join(names)} ends in {known}; name the files, or use --text-suffix"
+        )
     return list(found.values())
 
 
@@ -65,7 +69,9 @@ def _behind(name: str, split: str, text_suffixes: Sequence[str]) -> list[Input]:
         return _of_the_hub(name.removeprefix(HUB), split)
     path = Path(name)
     if not path.exists():
-        raise ValueError(f"there is no {name}; name files or folders, or a data set of the hub as {HUB}{name}")
+        raise ValueError(
+            f"there is no {name}; name files or folders, or a data set of the hub as {HUB}{name}"
+        )
     if path.is_file():
         # What somebody names is meant, whatever it ends in.
         return [Input(path, kind_of(path) or "text")]

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import xxhash
 
-from fourfold.train.data.shards import Shard, token_dtype, wrong_with, write_whole
+from fourfold.train.data.shards import Shard, token_dtype, write_whole, wrong_with
 from fourfold.train.data.tokenizer import TokenizerFacts
 
 FORMAT = 1
@@ -23,7 +23,8 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 def split_of(text: str, validation: float) -> Split:
     """By the text alone: neither order nor neighbours matter, and two copies never part."""
-    return "validation" if xxhash.xxh3_64_intdigest(text.encode(), SPLIT_SALT) < validation * 2.0**64 else "train"
+    drawn = xxhash.xxh3_64_intdigest(text.encode(), SPLIT_SALT) / 2.0**64
+    return "validation" if drawn < validation else "train"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class Manifest:
         if not path.exists():
             begun = "was begun but not finished: run the same `fourfold data prepare` again to go on"
             none = f"was not prepared; `fourfold data prepare {folder} TEXT...` does it"
-            raise ValueError(f"{folder} has no {NAME}: it {begun if (folder / 'plan.json').exists() else none}")
+            raise ValueError(
+                f"{folder} has no {NAME}: it {begun if (folder / 'plan.json').exists() else none}"
+            )
         values = json.loads(path.read_text())
         if values.get("format") != FORMAT:
             raise ValueError(

@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 ROUNDS = 8  # of the Feistel network; 4 are enough for a permutation that looks random on large sets, not on tiny ones
-MAX_PERIOD = 1 << 16  # turns after which the pattern of sources repeats, where the weights are not simple ratios
+MAX_PERIOD = 1 << 16  # turns after which the pattern of sources repeats, if the weights are no simple ratios
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     """
     for number, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(f"source {number} has the weight {weight}; use a number above 0, or leave it away")
+            raise ValueError(
+                f"source {number} has the weight {weight}; use a number above 0, or leave it away"
+            )
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(f.denominator for f in exact))
     whole = [int(f * scale) for f in exact]
@@ -97,7 +99,9 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     if sum(whole) // common <= MAX_PERIOD:
         return tuple(n // common for n in whole)
     if len(weights) > MAX_PERIOD:
-        raise ValueError(f"{len(weights)} sources are more than {MAX_PERIOD}; prepare several into one folder")
+        raise ValueError(
+            f"{len(weights)} sources are more than {MAX_PERIOD}; prepare several into one folder"
+        )
     parts = [Fraction(n, sum(whole)) * (MAX_PERIOD - len(weights)) for n in whole]
     counts = [1 + int(part) for part in parts]  # at least one turn each
     by_remainder = sorted(range(len(parts)), key=lambda i: (int(parts[i]) - parts[i], i))

@@ -40,7 +40,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if (self.tokenizer is None) == (self.train_vocab_size is None):
-            raise ValueError("give either --tokenizer (one that exists) or --train-tokenizer (a size), not both")
+            raise ValueError(
+                "give either --tokenizer (one that exists) or --train-tokenizer (a size), not both"
+            )
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation={self.validation} is no part of the documents; use 0 to 0.5")
         if self.separator == "":
@@ -59,7 +61,9 @@ def settle_plan(
     before = json.loads(path.read_text()) if path.exists() else None
     if before is None and any(folder.iterdir()):
         _refuse_foreign(folder)
-    trained = before is not None and settings.train_vocab_size == before["settings"]["train_vocab_size"] is not None
+    trained = (
+        before is not None and settings.train_vocab_size == before["settings"]["train_vocab_size"] is not None
+    )
     if settings.tokenizer is not None:
         tokenizer = load_tokenizer(settings.tokenizer)
     elif trained:

@@ -26,7 +26,7 @@ from fourfold.train.data.documents import Piece, texts_of
 from fourfold.train.data.inputs import find_inputs, parts
 from fourfold.train.data.manifest import SPLITS, Manifest, Split, split_of
 from fourfold.train.data.plan import Settings, settle_plan
-from fourfold.train.data.shards import Shard, ShardWriter, locked, token_dtype, wrong_with, write_whole
+from fourfold.train.data.shards import Shard, ShardWriter, locked, token_dtype, write_whole, wrong_with
 from fourfold.train.data.tokenizer import FILE, TokenizerFacts, plain_backend
 
 BATCH_CHARACTERS = 1 << 20  # of documents that are tokenised together
@@ -117,7 +117,8 @@ def _run(task: _Task, work: Sequence[list[Piece]], processes: int) -> Iterator[i
             for finished in as_completed(running):
                 yield finished.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # after an error, only parts under way are finished
+            # After an error, only the parts under way are finished.
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _do(task: _Task, number: int, part: Sequence[Piece]) -> int:

@@ -80,7 +80,9 @@ class Samples:
             ids, ends = self._open(number)
             tokens[at - first : end - first] = ids[at - begin : end - begin]
             # A document that ends at e is followed by one that begins there; at the very end that is the next sample's.
-            inside = ends[np.searchsorted(ends, at - begin, "right") : np.searchsorted(ends, end - begin, "right")]
+            inside = ends[
+                np.searchsorted(ends, at - begin, "right") : np.searchsorted(ends, end - begin, "right")
+            ]
             starts.append(inside.astype(np.int64) + (begin - first))
             at, number = end, number + 1
         begins = np.concatenate(starts)

@@ -40,7 +40,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class ShardWriter:
     """Writes documents one after the other; a document may go on in the next shard."""
 
-    def __init__(self, folder: Path, prefix: str, dtype: np.dtype[Any], shard_tokens: int = SHARD_TOKENS) -> None:
+    def __init__(
+        self, folder: Path, prefix: str, dtype: np.dtype[Any], shard_tokens: int = SHARD_TOKENS
+    ) -> None:
         self._folder, self._prefix, self._dtype, self._limit = folder, prefix, dtype, shard_tokens
         self._open: tuple[_Hashed, _Hashed] | None = None
         self._tokens = self._documents = 0
@@ -163,7 +165,9 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another process is preparing {folder}; wait for it, or take another folder") from None
+            raise ValueError(
+                f"another process is preparing {folder}; wait for it, or take another folder"
+            ) from None
         yield
     finally:
         os.close(descriptor)

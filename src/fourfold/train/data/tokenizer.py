@@ -53,12 +53,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + 1
     if vocab_size < least:
-        raise ValueError(f"a vocabulary of {vocab_size} cannot hold {least}: the 256 bytes and {END_OF_TEXT}; use more")
+        raise ValueError(
+            f"a vocabulary of {vocab_size} cannot hold {least}: the 256 bytes and {END_OF_TEXT}; use more"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
@@ -76,7 +81,9 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerFacts:
 
 def facts_of(tokenizer: Any) -> TokenizerFacts:
     content = plain_backend(tokenizer.backend_tokenizer.to_str()).to_str()
-    return TokenizerFacts(xxhash.xxh3_128_hexdigest(content.encode()), len(tokenizer), int(tokenizer.eos_token_id))
+    return TokenizerFacts(
+        xxhash.xxh3_128_hexdigest(content.encode()), len(tokenizer), int(tokenizer.eos_token_id)
+    )
 
 
 def plain_backend(content: str) -> Any:
