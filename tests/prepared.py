@@ -35,10 +35,10 @@ def write(
     return folder
 
 
-def corpus(count: int = 60) -> list[str]:
+def corpus(count: int = 40) -> list[str]:
     """Sources of the standard library: text that every machine has."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return [file.read_text() for file in files if 2_000 < file.stat().st_size < 40_000][:count]
+    return [file.read_text() for file in files if 2_000 < file.stat().st_size < 20_000][:count]
 
 
 def as_jsonl(texts: Sequence[str], path: Path) -> Path:

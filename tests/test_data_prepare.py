@@ -55,7 +55,7 @@ def jsonl(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> str:
 @pytest.fixture
 def small(tokenizer: str) -> Settings:
     """Several parts, several shards a part."""
-    return Settings(tokenizer=tokenizer, validation=0.2, part_bytes=100_000, shard_tokens=10_000)
+    return Settings(tokenizer=tokenizer, validation=0.2, part_bytes=50_000, shard_tokens=5_000)
 
 
 def decoded(folder: Path, split: Any) -> list[str]:
@@ -84,7 +84,7 @@ def test_every_document_comes_back_in_its_split(
         assert wanted
         assert decoded(tmp_path / "out", split) == wanted
         assert manifest.documents(split) == len(wanted)
-    assert max(shard.tokens for shard in manifest.shards["train"]) == 10_000
+    assert max(shard.tokens for shard in manifest.shards["train"]) == 5_000
     assert len(manifest.shards["train"]) > 10
 
 
@@ -146,10 +146,10 @@ def test_every_kind_of_input_gives_the_same_documents(
     path = write(["", *texts[:30], ""], tmp_path)
     reading = Reading(separator="<END>" if write is write_separated else None)
     inputs = find_inputs([str(path)], text_suffixes=[".py"])
-    for part_bytes in (None, 50_000, 1_000_000):
+    for part_bytes in (None, 25_000, 1_000_000):
         work = parts(inputs, reading, part_bytes)
         assert [text for part in work for piece in part for text in documents(piece, reading)] == texts[:30]
-        if part_bytes == 50_000:
+        if part_bytes == 25_000:
             assert len(work) >= {write_gzip: 1, write_saved_dataset: 2}.get(write, 4)
 
 
@@ -277,7 +277,7 @@ def test_processes_do_not_change_the_bytes_and_die_with_their_parent(
     pool: RankPool, tmp_path: Path, tokenizer: str, texts: list[str]
 ) -> None:
     jsonl = str(prepared.as_jsonl(texts * 3, tmp_path / "text.jsonl"))
-    options = f"{jsonl} --tokenizer {tokenizer} --part-mb 0.1 --validation 0.2 --processes".split()
+    options = f"{jsonl} --tokenizer {tokenizer} --part-mb 0.05 --validation 0.2 --processes".split()
     folder = str(tmp_path / "parallel")
     command = [sys.executable, "-m", "fourfold.cli.main", "data", "prepare", folder, *options, "2"]
     python_path = os.pathsep.join(filter(None, sys.path))
