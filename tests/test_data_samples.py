@@ -15,6 +15,7 @@ import fourfold as ff
 from fourfold import Grid, RankPool
 from fourfold.train.data.loader import Loader
 from fourfold.train.data.mixture import open_mixture
+from fourfold.train.data.packing import check_documents_stay_apart
 from fourfold.train.data.samples import Samples
 from tests import prepared
 from tests.models import VOCABULARY, build
@@ -115,6 +116,8 @@ def packed(folder: Path, kind: str, shape: Shape, **options: object) -> float:
     ff.parallelize(model, grid, **options)
     mixture = open_mixture([(folder, 1.0)], length=24, seed=0)
     batch = Loader(mixture, grid, global_batch=2).read(0)
+    check_documents_stay_apart(model, rows=len(batch.labels), vocab_size=VOCABULARY, device=grid.device)
+    assert model.training
     return model(**batch.inputs).loss.item()
 
 
@@ -147,3 +150,14 @@ def test_documents_that_see_each_other_would_be_noticed(tmp_path: Path, fault: s
         inputs["position_ids"] = torch.arange(24).expand(2, 24)
     loss = build("llama")(**inputs, use_cache=fault == "a cache is kept").loss.item()
     assert loss != pytest.approx(one_by_one("llama"), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_that_lets_documents_see_each_other_is_refused(kind: str) -> None:
+    model = build(kind)
+    sizes = {"rows": 2, "vocab_size": VOCABULARY, "device": torch.device("cpu")}
+    model.config.use_cache = False
+    check_documents_stay_apart(model, **sizes)
+    model.config.use_cache = True
+    with pytest.raises(ValueError, match=r"see each other .* 2 rows at a time.*use_cache=False"):
+        check_documents_stay_apart(model, **sizes)

@@ -33,8 +33,7 @@ class Batch:
     def inputs(self) -> dict[str, Tensor]:
         """For a Hugging Face causal LM, without an attention mask: the positions say where documents begin.
 
-        The model has to keep no key/value cache (`parallelize` turns it off): with one, transformers takes no notice
-        of the positions and lets documents see each other.
+        Not every model heeds them; `check_documents_stay_apart` asks it.
         """
         return {"input_ids": self.input_ids, "labels": self.labels, "position_ids": self.position_ids}
 
