@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fourfold.cli import checkpoint, dryrun
+from fourfold.cli import checkpoint, data, dryrun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     dryrun.add_to(commands)
     checkpoint.add_to(commands)
+    data.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

@@ -49,7 +49,7 @@ class DataSection(Section):
 
     sources: tuple[Source, ...] = Field(min_length=1, description="Data sets, each with its weight.")
     sequence_length: PositiveInt = Field(1024, description="Tokens of a sample.")
-    workers: Annotated[int, Field(ge=0)] = Field(1, description="Processes that read ahead on each reading rank.")
+    read_ahead: Annotated[int, Field(ge=0)] = Field(2, description="Batches that a thread reads before they are asked for.")
 
 
 class GridSection(Section):

@@ -1,0 +1,219 @@
+"""Documents of files: text, JSON lines, Parquet and Arrow, each in pieces that can be read on their own."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import mmap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["text", "json", "parquet", "arrow"]
+
+KINDS: dict[str, Kind] = {
+    ".txt": "text",
+    ".md": "text",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are found in files."""
+
+    column: str = "text"  # of JSON lines, Parquet and Arrow
+    separator: str | None = None  # between the documents of a text file; None: a file is one document
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The documents that begin in [first, stop): bytes of text and JSON, row groups of Parquet, batches of Arrow."""
+
+    path: str
+    kind: Kind
+    first: int
+    stop: int
+    bytes: int
+
+
+def kind_of(path: Path) -> Kind | None:
+    """By the name of a file, also of one that gzip packed; None for a name that says nothing."""
+    suffixes = [s.lower() for s in path.suffixes]
+    if suffixes and suffixes[-1] == ".gz":
+        suffixes.pop()
+    return KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def pieces(path: Path, kind: Kind, reading: Reading, bytes_each: int) -> list[Piece]:
+    """The file in pieces of about so many bytes, whichever process asks."""
+    size = path.stat().st_size
+    if kind in ("parquet", "arrow"):
+        sizes = _table_sizes(path, kind)
+    elif _cannot_be_cut(path, kind, reading):
+        return [Piece(str(path), kind, 0, size, size)]
+    else:
+        return [
+            Piece(str(path), kind, first, min(first + bytes_each, size), min(bytes_each, size - first))
+            for first in range(0, size, bytes_each)
+        ]
+    cut, first, held = [], 0, 0
+    for number, size in enumerate(sizes):
+        held += size
+        if held >= bytes_each or number == len(sizes) - 1:
+            cut.append(Piece(str(path), kind, first, number + 1, held))
+            first, held = number + 1, 0
+    return cut
+
+
+def documents(piece: Piece, reading: Reading) -> Iterator[str]:
+    """The texts of a piece, without those that are empty."""
+    if piece.kind in ("parquet", "arrow"):
+        texts = _table_texts(piece, reading.column)
+    elif piece.kind == "json":
+        texts = (_field(record, piece.path, at, reading.column) for at, record in _records(piece, b"\n"))
+    else:
+        separator = reading.separator.encode() if reading.separator is not None else None
+        texts = (_decoded(record, piece.path, at) for at, record in _records(piece, separator))
+    return (text for text in texts if text)
+
+
+def texts_of(part: Iterable[Piece], reading: Reading) -> Iterator[str]:
+    for piece in part:
+        yield from documents(piece, reading)
+
+
+# -- text and JSON lines ------------------------------------------------------------------------------------------
+
+
+def _cannot_be_cut(path: Path, kind: Kind, reading: Reading) -> bool:
+    """Is where documents begin only known after reading the file from its start?"""
+    if path.suffix.lower() == ".gz":
+        return True
+    if kind == "json":
+        return False
+    separator = reading.separator
+    # A separator that overlaps itself, like two line ends, is found elsewhere when the search begins elsewhere.
+    return separator is None or any(separator.endswith(separator[:n]) for n in range(1, len(separator)))
+
+
+def _records(piece: Piece, separator: bytes | None) -> Iterator[tuple[int, bytes]]:
+    """(where it begins, the bytes up to the next separator) of each record that begins in the piece."""
+    if piece.stop == 0:
+        return
+    if piece.path.lower().endswith(".gz"):
+        with gzip.open(piece.path) as packed:
+            yield from _split(packed.read(), 0, None, separator)
+        return
+    with open(piece.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield from _split(data, piece.first, piece.stop, separator)
+
+
+def _split(
+    data: bytes | mmap.mmap, first: int, stop: int | None, separator: bytes | None
+) -> Iterator[tuple[int, bytes]]:
+    if separator is None:
+        yield 0, bytes(data[:])
+        return
+    begin, stop = first, len(data) if stop is None else stop
+    if first:
+        at = data.find(separator, max(0, first - len(separator)))
+        begin = at + len(separator) if at >= 0 else stop
+    while begin < stop:
+        at = data.find(separator, begin)
+        end = at if at >= 0 else len(data)
+        yield begin, data[begin:end]
+        begin = end + len(separator)
+
+
+def _decoded(record: bytes, path: str, at: int) -> str:
+    try:
+        return record.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is no UTF-8 text at byte {at + error.start} ({error.reason}); convert it, or leave it away"
+        ) from None
+
+
+def _field(record: bytes, path: str, at: int, column: str) -> str:
+    if not record.strip():
+        return ""
+    try:
+        value = json.loads(record)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} has a line at byte {at} that is no JSON ({error}); it needs one JSON object a line"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{path} has {type(value).__name__} at byte {at}, not an object with a field {column!r}"
+        )
+    if column not in value:
+        raise ValueError(_no_column(path, column, sorted(value)))
+    text = _as_text(value[column], path, column)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can name half of a surrogate pair, which is no character
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+# -- tables -------------------------------------------------------------------------------------------------------
+
+
+def _table_sizes(path: Path, kind: Kind) -> list[int]:
+    """Bytes of each row group or record batch."""
+    if kind == "parquet":
+        metadata = _pyarrow("pyarrow.parquet").ParquetFile(path).metadata
+        return [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+    return [batch.nbytes for batch in _arrow_batches(str(path))]
+
+
+def _table_texts(piece: Piece, column: str) -> Iterator[str]:
+    if piece.kind == "parquet":
+        file = _pyarrow("pyarrow.parquet").ParquetFile(piece.path)
+        if column not in file.schema_arrow.names:
+            raise ValueError(_no_column(piece.path, column, file.schema_arrow.names))
+        batches = file.iter_batches(row_groups=range(piece.first, piece.stop), columns=[column])
+    else:
+        batches = (b for i, b in enumerate(_arrow_batches(piece.path)) if piece.first <= i < piece.stop)
+    for batch in batches:
+        if column not in batch.schema.names:
+            raise ValueError(_no_column(piece.path, column, batch.schema.names))
+        for value in batch.column(column):
+            yield _as_text(value.as_py(), piece.path, column)
+
+
+def _arrow_batches(path: str) -> Iterator[Any]:
+    """The record batches of the stream format that Hugging Face data sets are kept in; mapped, so skipping is free."""
+    pyarrow = _pyarrow("pyarrow")
+    with pyarrow.memory_map(path) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+        yield from stream
+
+
+def _pyarrow(module: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ValueError("Parquet and Arrow are read with pyarrow: pip install 'fourfold[data]'") from None
+
+
+def _as_text(value: Any, path: str, column: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{path}: field {column!r} holds {type(value).__name__}, not text; name another with --column"
+        )
+    return value
+
+
+def _no_column(path: str, column: str, names: list[str]) -> str:
+    return f"{path} has no field {column!r}; name one with --column, it has {', '.join(names)}"

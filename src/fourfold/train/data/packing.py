@@ -1,0 +1,43 @@
+"""Do the documents that share a row stay apart in this model? It is asked, not believed.
+
+transformers (5.22) reads documents off the positions only without an attention mask and without a key/value cache, and
+with FlashAttention only for one row at a time; otherwise it lets them see each other and says nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+DOCUMENT_TOKENS = 8
+TOLERANCE = 1e-4  # of the largest logit; what is masked adds exact zeros, a leak changes logits by percents
+
+
+def check_documents_stay_apart(model: nn.Module, *, rows: int, vocab_size: int, device: torch.device) -> None:
+    """Refuse a model whose logits of one document depend on the one before it in the row.
+
+    ``rows``: those that the model is given at a time. Two small forwards; on a cut model all ranks have to call it.
+    """
+    drawn = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (rows, 2 * DOCUMENT_TOKENS), generator=drawn)
+    other = ids.clone()
+    other[:, :DOCUMENT_TOKENS] = (ids[:, :DOCUMENT_TOKENS] + vocab_size // 2) % vocab_size
+    positions = torch.arange(DOCUMENT_TOKENS, device=device).repeat(rows, 2)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits, changed = (
+                model(input_ids=given.to(device), position_ids=positions).logits[:, DOCUMENT_TOKENS:].float()
+                for given in (ids, other)
+            )
+    finally:
+        model.train(training)
+    # A rank may hold no column of a small vocabulary.
+    if logits.numel() and (logits - changed).abs().max() > TOLERANCE * logits.abs().max():
+        attention = getattr(getattr(model, "config", None), "_attn_implementation", "unknown")
+        raise ValueError(
+            f"{type(model).__name__} lets documents that share a row see each other (attention {attention!r}, {rows} "
+            "rows at a time): use attn_implementation='sdpa' and config.use_cache=False, or one row at a time "
+            "(micro_batch_sequences=1) with FlashAttention"
+        )

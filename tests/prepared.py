@@ -1,0 +1,50 @@
+"""Prepared data sets of given documents, and text to prepare."""
+
+import json
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.train.data.manifest import Manifest
+from fourfold.train.data.shards import ShardWriter, token_dtype
+from fourfold.train.data.tokenizer import TokenizerFacts
+
+Documents = Sequence[Sequence[int]]
+
+
+def write(
+    folder: Path,
+    train: Documents,
+    validation: Documents = (),
+    *,
+    shard_tokens: int = 1 << 20,
+    vocab_size: int = 131,
+) -> Path:
+    """The folder that a preparation of these tokens leaves."""
+    writers = {}
+    for split, documents in {"train": train, "validation": validation}.items():
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        writers[split] = ShardWriter(folder, f"{split}/000000", token_dtype(vocab_size), shard_tokens)
+        for document in documents:
+            writers[split].add(np.array(document))
+        writers[split].close()
+    shards = {split: writer.shards for split, writer in writers.items()}
+    Manifest(TokenizerFacts("a", vocab_size, 0), "b", 0, shards).save(folder)
+    return folder
+
+
+def corpus(count: int = 40) -> list[str]:
+    """Sources of the standard library: text that every machine has."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return [file.read_text() for file in files if 2_000 < file.stat().st_size < 20_000][:count]
+
+
+def as_jsonl(texts: Sequence[str], path: Path) -> Path:
+    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
