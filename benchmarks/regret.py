@@ -239,7 +239,7 @@ def calibrate(network: Cluster, mbit: float, out: Path, minutes: float) -> None:
         return
     print(f"calibrating at {mbit:g} Mbit/s", flush=True)
     network.set_rate(mbit)
-    command = ["-m", "fourfold.cli.main", "calibrate", "--out", str(out), "--minutes", str(minutes)]
+    command = ["-m", "fourfold", "calibrate", "--out", str(out), "--minutes", str(minutes)]
     log = out.with_suffix(".log")
     with log.open("wb") as stdout:
         code = network.run(command, ranks_per_host=RANKS_PER_HOST, timeout_s=900, stdout=stdout)

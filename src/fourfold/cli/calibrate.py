@@ -23,7 +23,7 @@ def add_to(commands: Any) -> None:
         help="measure the cluster that this runs on, in minutes, and write it down for plan",
         description="Measure collectives on every position of an axis, matmuls, memory, and both at once, on all ranks; fit "
         "the planner's parameters and write them as a cluster file. Start it as a training run would be: torchrun "
-        "--nnodes N --nproc-per-node M -m fourfold.cli.main calibrate --out cluster.toml",
+        "--nnodes N --nproc-per-node M -m fourfold calibrate --out cluster.toml",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="the cluster file to write (TOML)"
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if "RANK" not in os.environ:
         raise ValueError(
             "calibrate runs on all ranks of a cluster, and RANK is not set; start it with torchrun --nnodes N "
-            "--nproc-per-node M -m fourfold.cli.main calibrate --out cluster.toml"
+            "--nproc-per-node M -m fourfold calibrate --out cluster.toml"
         )
     if options.minutes <= 0:
         raise ValueError(f"--minutes {options.minutes} leaves no time to measure; use more than 0")
