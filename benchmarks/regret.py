@@ -224,7 +224,7 @@ def plot(settings: Mapping[str, Sequence[Row]], path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     axes.set_xlabel("measured step, s")
     axes.set_ylabel("predicted step, s")
-    axes.set_title("Every grid of 8 ranks on 4 emulated hosts: predicted from calibration, and measured")
+    axes.set_title("All grids of 8 ranks on 4 emulated hosts, by calibration")
     axes.title.set_fontsize(10)
     axes.legend(loc="upper left", fontsize=8, title=f"dashed: ±{ERROR_BAR:.0%}")
     figure.tight_layout()
