@@ -1,18 +1,27 @@
-"""Fourfold: PyTorch-native 4D parallel training of Hugging Face models."""
+"""Fourfold: PyTorch-native 4D parallel training of Hugging Face models.
 
-from fourfold.dry_run.run import DryRun, dryrun
-from fourfold.grid import Grid, factorisations
-from fourfold.parallel.clip import clip_grad_norm_
-from fourfold.parallel.loss import count_labels, cross_entropy, full_logits
-from fourfold.parallel.optimizer import on_shards
-from fourfold.parallel.overlap import Overlap
-from fourfold.parallel.parallelize import parallelize
-from fourfold.parallel.refused import Refused
-from fourfold.parallel.report import Report
-from fourfold.parallel.step_report import StepReport, measure_step
-from fourfold.parallel.timeline import timeline
-from fourfold.parallel.weights import accumulating
-from fourfold.ranks import RankPool
+Names are imported when they are first used: planning by formulas needs no torch, and torch takes seconds to import.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fourfold.dry_run.run import DryRun, dryrun
+    from fourfold.grid import Grid, factorisations
+    from fourfold.parallel.clip import clip_grad_norm_
+    from fourfold.parallel.loss import count_labels, cross_entropy, full_logits
+    from fourfold.parallel.optimizer import on_shards
+    from fourfold.parallel.overlap import Overlap
+    from fourfold.parallel.parallelize import parallelize
+    from fourfold.parallel.refused import Refused
+    from fourfold.parallel.report import Report
+    from fourfold.parallel.step_report import StepReport, measure_step, save_run
+    from fourfold.parallel.timeline import timeline
+    from fourfold.parallel.weights import accumulating
+    from fourfold.planner.plan import plan
+    from fourfold.planner.search import Plan
+    from fourfold.ranks import RankPool
 
 __version__ = "0.1.0"
 
@@ -20,6 +29,7 @@ __all__ = [
     "DryRun",
     "Grid",
     "Overlap",
+    "Plan",
     "RankPool",
     "Refused",
     "Report",
@@ -34,5 +44,38 @@ __all__ = [
     "measure_step",
     "on_shards",
     "parallelize",
+    "plan",
+    "save_run",
     "timeline",
 ]
+
+_HOMES = {
+    "fourfold.dry_run.run": ("DryRun", "dryrun"),
+    "fourfold.grid": ("Grid", "factorisations"),
+    "fourfold.parallel.clip": ("clip_grad_norm_",),
+    "fourfold.parallel.loss": ("count_labels", "cross_entropy", "full_logits"),
+    "fourfold.parallel.optimizer": ("on_shards",),
+    "fourfold.parallel.overlap": ("Overlap",),
+    "fourfold.parallel.parallelize": ("parallelize",),
+    "fourfold.parallel.refused": ("Refused",),
+    "fourfold.parallel.report": ("Report",),
+    "fourfold.parallel.step_report": ("StepReport", "measure_step", "save_run"),
+    "fourfold.parallel.timeline": ("timeline",),
+    "fourfold.parallel.weights": ("accumulating",),
+    "fourfold.planner.plan": ("plan",),
+    "fourfold.planner.search": ("Plan",),
+    "fourfold.ranks": ("RankPool",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fourfold.grid import AXES
-
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
@@ -43,7 +41,9 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from fourfold.dry_run.run import dryrun  # torch and transformers take seconds to import
+    # torch and transformers take seconds to import
+    from fourfold.dry_run.run import dryrun
+    from fourfold.grid import AXES
 
     result = dryrun(
         options.config,

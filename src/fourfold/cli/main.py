@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fourfold.cli import checkpoint, data, dryrun
+from fourfold.cli import calibrate, checkpoint, data, dryrun, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,7 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="fourfold", description="4D parallel training, planned before it runs."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    plan.add_to(commands)
     dryrun.add_to(commands)
+    calibrate.add_to(commands)
     checkpoint.add_to(commands)
     data.add_to(commands)
     options = parser.parse_args(arguments)

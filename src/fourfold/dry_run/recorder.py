@@ -199,9 +199,7 @@ class Recorder(TorchDispatchMode):
             work, flops = "attention", float(sdpa_backward_flop_count(*(t.shape for t in inputs[:4])))
         elif packet in flop_registry:
             work, flops = "attention", float(flop_registry[packet](*args, **kwargs, out_val=out))
-        moved = sum(_touched_bytes(t) for t in inputs) + sum(_touched_bytes(t) for t in outputs)
-        if not outputs:  # lists that are written in place
-            moved *= 2
+        moved = _moved_bytes(func, args, kwargs, outputs)
         return Operation(phase, module, str(func), work, flops, moved, shape)
 
     # -- collectives (`collectives.Observer`) -----------------------------------------------------------------------
@@ -300,6 +298,30 @@ class Recorder(TorchDispatchMode):
         if size:
             self._bytes[number] += size
             self._changes.append((len(self.events), number, size))
+
+
+_LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
+_NOTHING = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.empty, aten.empty_strided}
+
+
+def _moved_bytes(func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> float:
+    """What an operator reads and writes of memory, by its schema: an argument may be read, written, or both."""
+    packet, schema = func._overloadpacket, func._schema
+    if packet in _NOTHING:
+        return 0.0
+    read = written = 0
+    given = [*zip(schema.arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in schema.arguments)]
+    for argument, value in given:
+        size = sum(_touched_bytes(t) for t in tree_leaves(value) if isinstance(t, Tensor))
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        written += size if is_written else 0
+        # What is written is read as well, unless it is copied over or an `out`.
+        read += 0 if is_written and (argument.kwarg_only or "copy" in schema.name) else size
+    if not schema.is_mutable:
+        written = sum(_touched_bytes(t) for t in outputs)
+    if packet in _LOOKUPS:  # of the table only what is looked up
+        read = 2 * written
+    return read + written
 
 
 def _touched_bytes(tensor: Tensor) -> int:

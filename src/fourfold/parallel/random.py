@@ -54,7 +54,8 @@ class Dropout:
     def _draw(self) -> int:
         generator = self._generator()
         if generator.device.type == "cpu":
-            return int(torch.randint(2**62, (), generator=generator))
+            with torch._C._DisableTorchDispatch():  # a number, also where tensors are fake
+                return int(torch.randint(2**62, (), generator=generator))
         # A CUDA generator is a seed and an offset on the host: reading them does not wait for the device.
         offset = generator.get_offset()
         generator.set_offset(offset + 4)

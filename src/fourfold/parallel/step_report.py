@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch import nn
 
 from fourfold.grid import AXES, Axis, Grid
 from fourfold.parallel.clock import clock_of
 from fourfold.parallel.collectives import Entry
+from fourfold.parallel.weights import is_streamed
 
 
 @dataclass
@@ -58,3 +65,55 @@ def measure_step(grid: Grid) -> Iterator[StepReport]:
     report.step_s = clock.elapsed_s(start, end)
     # A host that only starts kernels is not what computes.
     report.compute_s = computing_s[0] if clock.immediate else report.step_s - report.exposed_s()
+
+
+def save_run(
+    path: str | Path,
+    reports: Sequence[StepReport],
+    model: nn.Module,
+    grid: Grid,
+    *,
+    sequences: int,
+    length: int,
+    micro_batches: int = 1,
+    activation_checkpointing: str = "none",
+    keep_bytes: int = 0,
+    precision: str = "bf16",
+) -> None:
+    """Write the medians of some steps, and what ran, for ``fourfold plan --against``. One rank writes.
+
+    Measure whole steps, with clipping and optimizer, and leave the first two out. ``sequences`` is the global batch of a step.
+
+    Example:
+        >>> with measure_step(grid) as report:
+        ...     model(input_ids=ids, labels=ids).loss.backward()
+        >>> save_run(folder / "run.json", [report], model, grid, sequences=2, length=8)
+    """
+    if not reports:
+        raise ValueError("0 steps were measured; give at least 1 report of measure_step")
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise ValueError(
+            f"{type(model).__name__} has no Hugging Face configuration to save; give a model that has one"
+        )
+    layout: dict[str, Any] = {axis: grid.size(axis) for axis in AXES}
+    run: dict[str, Any] = {
+        "model": config.to_dict(),
+        "layout": {
+            **layout,
+            "micro_batches": micro_batches,
+            "activation_checkpointing": activation_checkpointing,
+            "keep_bytes": keep_bytes,
+            "weights": "streamed" if is_streamed(model) else "fsdp2",
+        },
+        "sequences": sequences,
+        "length": length,
+        "precision": precision,
+        "steps": len(reports),
+        "measured": {
+            "step_s": median(r.step_s for r in reports),
+            "compute_s": median(r.compute_s for r in reports),
+            "exposed_s": {axis: median(r.exposed_s(axis) for r in reports) for axis in AXES},
+        },
+    }
+    Path(path).write_text(json.dumps(run, default=str))

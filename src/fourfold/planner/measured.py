@@ -1,0 +1,164 @@
+"""What was measured on a cluster: collectives by size, matmuls by shape, and what else a step is made of.
+
+`fourfold calibrate` writes these into a cluster's file, in `[measured]`. Where there is a measurement, it comes before any
+formula. Spreads are ranges between the quartiles over repetitions.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """One kind of collective over one position of an axis, all groups of that position at once."""
+
+    kind: str
+    ranks: int
+    inner_ranks: int
+    payload_bytes: tuple[float, ...]  # in rising order
+    seconds: tuple[float, ...]
+    spread_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.payload_bytes or len(self.payload_bytes) != len(self.seconds):
+            raise ValueError(
+                f"{self.kind} over {self.ranks} ranks, {self.inner_ranks} apart, has {len(self.payload_bytes)} sizes and "
+                f"{len(self.seconds)} times; give one time for each size, and at least one"
+            )
+        if sorted(set(self.payload_bytes)) != list(self.payload_bytes):
+            raise ValueError(
+                f"the sizes of {self.kind} over {self.ranks} ranks, {self.inner_ranks} apart, do not rise: {self.payload_bytes}"
+            )
+
+    def at(self, payload_bytes: float) -> float:
+        """Seconds of any size: between two that were measured on the line through them, beyond on the last line.
+
+        Example:
+            >>> CollectiveTimes("all_reduce", 2, 1, (0.0, 100.0, 200.0), (1.0, 2.0, 4.0)).at(250.0)
+            5.0
+        """
+        sizes, seconds = self.payload_bytes, self.seconds
+        if payload_bytes <= sizes[0] or len(sizes) == 1:
+            return seconds[0]
+        right = min(bisect.bisect_left(sizes, payload_bytes), len(sizes) - 1)
+        left = right - 1
+        slope = (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
+        return max(0.0, seconds[left] + slope * (payload_bytes - sizes[left]))
+
+
+@dataclass(frozen=True)
+class Together:
+    """How much longer each takes while the ranks of a position communicate and compute at the same time."""
+
+    ranks: int
+    inner_ranks: int
+    compute: float
+    communication: float  # of what moves many bytes
+    latency: float = 1.0  # of what moves few: each hop waits until a core is free for it
+
+
+@dataclass(frozen=True)
+class MatmulTime:
+    m: int
+    n: int
+    k: int
+    seconds: float
+    spread_s: float = 0.0
+
+    @property
+    def flops_per_s(self) -> float:
+        return 2.0 * self.m * self.n * self.k / self.seconds
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    """What a phase of the engine's step takes beside its matmuls and attention, fitted to a reference model's steps."""
+
+    phase: str
+    operator_us: float  # each operator: Python, autograd, dispatch
+    start_us: float  # each collective: to start it and to take it up again, without what is in flight
+    memory_gbps: float  # bytes read and written by operators that are neither matmul nor attention
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that was measured; empty for a cluster that was not."""
+
+    collectives: tuple[CollectiveTimes, ...] = ()
+    together: tuple[Together, ...] = ()
+    matmuls: tuple[MatmulTime, ...] = ()
+    phases: tuple[PhaseCost, ...] = ()
+    attention_forward_tflops: float | None = None
+    attention_backward_tflops: float | None = None
+    # Ranks to a core: 1, unless they share them. Operators' times here are those with all ranks at work.
+    crowding: float = 1.0
+
+    def collective(self, kind: str, ranks: int, inner_ranks: int) -> CollectiveTimes | None:
+        for times in self.collectives:
+            if (times.kind, times.ranks, times.inner_ranks) == (kind, ranks, inner_ranks):
+                return times
+        return None
+
+    def slowdown(self, ranks: int, inner_ranks: int) -> Together | None:
+        for together in self.together:
+            if (together.ranks, together.inner_ranks) == (ranks, inner_ranks):
+                return together
+        return None
+
+    def phase(self, name: str) -> PhaseCost | None:
+        return next((cost for cost in self.phases if cost.phase == name), None)
+
+    def matmul_flops_per_s(self, m: float, n: float, k: float) -> float | None:
+        """The rate of the shapes nearest to this one that were measured, the nearer the more it counts.
+
+        Shapes are as near as their sides' ratios are to one.
+        """
+        if not self.matmuls:
+            return None
+        near = sorted(
+            (
+                math.log2(m / t.m) ** 2 + math.log2(n / t.n) ** 2 + math.log2(k / t.k) ** 2,
+                math.log(t.flops_per_s),
+            )
+            for t in self.matmuls
+        )[:_NEAREST]
+        if near[0][0] == 0:
+            return math.exp(near[0][1])
+        weights = [1 / distance for distance, _ in near]
+        mean = sum(w * log_rate for w, (_, log_rate) in zip(weights, near, strict=True)) / sum(weights)
+        return math.exp(mean)
+
+
+_NEAREST = 4
+_ROWS: dict[str, type] = {
+    "collectives": CollectiveTimes,
+    "together": Together,
+    "matmuls": MatmulTime,
+    "phases": PhaseCost,
+}
+
+
+def from_tables(values: dict[str, Any]) -> Measured:
+    """From what a TOML file says under `[measured]`."""
+    given = dict(values)
+    for key, kind in _ROWS.items():
+        known = [f.name for f in fields(kind)]
+        rows = given.get(key, ())
+        for row in rows:
+            unknown = set(row) - set(known)
+            if unknown:
+                raise ValueError(
+                    f"[[measured.{key}]] has {sorted(unknown)}, which is none of its {len(known)} words: {', '.join(known)}"
+                )
+        given[key] = tuple(
+            kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows
+        )
+    return Measured(**given)
+
+
+def row_keys() -> tuple[str, ...]:
+    return tuple(_ROWS)

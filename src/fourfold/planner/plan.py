@@ -1,0 +1,203 @@
+"""`fourfold.plan`: all layouts ranked by formulas, the best of them then played event by event over their dry runs.
+
+The formulas are quick and know a family of models; the dry run is the code that trains, knows any model, and takes seconds for
+each layout. So the formulas choose whom to look at, and the simulation decides among those.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import track
+
+from fourfold.planner import cluster as clusters
+from fourfold.planner.cluster import Cluster
+from fourfold.planner.compute_cost import Kernels
+from fourfold.planner.layout import Layout
+from fourfold.planner.rehearsal import Rehearsal, as_estimate, describe, rehearse, schedule_of, target_of
+from fourfold.planner.search import RESERVE, Plan, Rejected, divisors, grids, search, too_large
+from fourfold.planner.step_cost import Estimate
+from fourfold.planner.workers import rehearse_all
+from fourfold.planner.workload import Workload
+
+
+def plan(
+    model: Any,
+    cluster: str | Path | Cluster,
+    ranks: int,
+    *,
+    sequences: int,
+    length: int,
+    simulate: int = 20,
+    weights: Literal["fsdp2", "streamed"] | None = None,
+    precision: Literal["bf16", "fp32"] | None = None,
+    checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
+    reserve: float = RESERVE,
+    kernels: Kernels | None = None,
+    roles: Mapping[str, str] | None = None,
+    dry_runs: int = 100,
+    quiet: bool = False,
+) -> Plan:
+    """Rank the layouts of a model on so many ranks of a cluster. Every figure is a prediction.
+
+    ``model`` is the path of a Hugging Face ``config.json``, such a configuration, or a module of it; ``cluster`` a preset's
+    name, the path of a TOML file, or a `Cluster`. The global batch is ``sequences`` of ``length`` tokens. The formulas rank
+    all; the first ``simulate`` are then simulated over their dry runs, whose memory replaces that of the formulas, and ranked
+    by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given.
+
+    Any other module that takes ``input_ids`` and ``labels`` and returns the ``.loss`` of its ``loss_function`` has no formulas:
+    every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them.
+
+    Example:
+        >>> found = plan(config, "dgx-h100", 16, sequences=32, length=64, simulate=2, quiet=True)
+        >>> found.best.is_simulated and found.best.layout.ranks == 16
+        True
+    """
+    machines = cluster if isinstance(cluster, Cluster) else clusters.load(cluster)
+    kernels = kernels or Kernels()
+    source, workload = describe(model)
+    on_cuda = target_of(machines) == "cuda"
+    weights = weights or ("fsdp2" if on_cuda else "streamed")
+    precision = precision or ("bf16" if on_cuda else "fp32")
+    given = _Given(source, workload, machines, kernels, sequences, length, reserve, roles, quiet, precision)
+    if workload is None:
+        return _without_formulas(given, ranks, weights, checkpointing, dry_runs)
+    found = search(
+        workload,
+        machines,
+        ranks,
+        sequences,
+        length,
+        schedule=schedule_of(machines, precision),
+        kernels=kernels,
+        weights=weights,
+        checkpointing=checkpointing,
+        reserve=reserve,
+    )
+    first = _worth_playing(found, simulate)
+    rest = [e for e in found.ranked if e not in first]
+    played, refused = _play(given, [e.layout for e in first], {e.layout: e.step_s for e in first})
+    return replace(found, ranked=[*played, *rest], rejected=[*found.rejected, *refused])
+
+
+def _worth_playing(found: Plan, count: int) -> list[Estimate]:
+    """The first ones, and the first with y and without it, so that what y is worth is told by one measure."""
+    if not count:
+        return []
+    first = found.ranked[:count]
+    for has_y in (False, True):
+        if not any((e.layout.y > 1) == has_y for e in first):
+            first += [e for e in found.ranked if (e.layout.y > 1) == has_y][:1]
+    return first
+
+
+@dataclass(frozen=True)
+class _Given:
+    source: Any
+    workload: Workload | None
+    cluster: Cluster
+    kernels: Kernels
+    sequences: int
+    length: int
+    reserve: float
+    roles: Mapping[str, str] | None
+    quiet: bool
+    precision: str
+
+    @property
+    def target(self) -> str:
+        return target_of(self.cluster)
+
+
+def _play(
+    given: _Given, layouts: list[Layout], formulas_s: dict[Layout, float]
+) -> tuple[list[Estimate], list[Rejected]]:
+    """(the layouts that run and fit, the fastest first; the others with the reason)."""
+    limit_bytes = given.cluster.device.memory_gib * 2**30 * (1 - given.reserve)
+    ranked: list[Estimate] = []
+    rejected: list[Rejected] = []
+    for layout, rehearsal in _rehearsed(given, layouts):
+        if isinstance(rehearsal, ValueError):
+            rejected.append(Rejected(layout, f"the dry run: {rehearsal}"))
+            continue
+        over_bytes = rehearsal.peak.bytes - limit_bytes
+        if over_bytes > 0:
+            reason = too_large(rehearsal.peak.bytes, limit_bytes, given.reserve)
+            rejected.append(Rejected(layout, f"{reason}, by the dry run", over_bytes))
+            continue
+        ranked.append(
+            as_estimate(
+                rehearsal,
+                given.workload,
+                given.cluster,
+                given.kernels,
+                given.sequences,
+                given.length,
+                formulas_s.get(layout),
+            )
+        )
+    ranked.sort(key=lambda e: e.step_s)
+    return ranked, rejected
+
+
+def _without_formulas(
+    given: _Given,
+    ranks: int,
+    weights: Literal["fsdp2", "streamed"],
+    checkpointing: tuple[Literal["none", "full"], ...],
+    dry_runs: int,
+) -> Plan:
+    """Every grid whose data and z divide the batch, few tensor ranks first, each with one micro-batch and as many as fit."""
+    layouts: list[Layout] = []
+    rejected: list[Rejected] = []
+    for data, z, y, x in sorted(grids(ranks), key=lambda grid: (grid[2] * grid[3], grid[2], -grid[1])):
+        if given.sequences % (data * z):
+            reason = f"data*z={data * z} does not divide the global batch of {given.sequences}"
+            rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason))
+            continue
+        for micro_batches in divisors(given.sequences // (data * z)):
+            for recompute in checkpointing:
+                layouts.append(Layout(data, z, y, x, micro_batches, recompute, 0, weights))
+    name = type(given.source).__name__
+    notes = [f"{name} has no formulas: each of its layouts was dry-run and simulated."]
+    left = layouts[dry_runs:]
+    if left:
+        notes.append(
+            f"{len(left)} of {len(layouts)} layouts were not looked at (more tensor ranks come last); give more dry_runs."
+        )
+    ranked, refused = _play(given, layouts[:dry_runs], {})
+    limit_bytes = given.cluster.device.memory_gib * 2**30 * (1 - given.reserve)
+    considered = len(rejected) + min(dry_runs, len(layouts))
+    return Plan(ranked, [*rejected, *refused], considered, ranks, limit_bytes, tuple(notes))
+
+
+def _rehearsed(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, Rehearsal | ValueError]]:
+    """Each layout with its dry run, or why there is none; several beside each other, and a bar where one waits."""
+    arguments = [
+        (given.source, layout, given.sequences, given.length, given.target, given.precision, given.roles)
+        for layout in layouts
+    ]
+    if len(layouts) < _WORTH_PROCESSES:
+        done: Iterator[Rehearsal | ValueError] = (_rehearse_one(one) for one in arguments)
+    else:
+        done = rehearse_all(arguments)
+    rehearsals: Iterable[Rehearsal | ValueError] = done
+    if not given.quiet and layouts:
+        console = Console(file=sys.stderr)
+        rehearsals = track(done, "dry run and simulation", len(layouts), console=console, transient=True)
+    yield from zip(layouts, rehearsals, strict=True)
+
+
+_WORTH_PROCESSES = 8  # layouts; a process imports torch for some seconds
+
+
+def _rehearse_one(given: tuple[Any, ...]) -> Rehearsal | ValueError:
+    try:
+        return rehearse(*given)
+    except ValueError as refusal:
+        return refusal

@@ -1,0 +1,160 @@
+"""Every layout of a workload on so many ranks: those that cannot run with the reason in words, the others ranked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fourfold.planner.cluster import Cluster
+from fourfold.planner.compute_cost import Kernels
+from fourfold.planner.layout import FOURFOLD, Layout, Schedule
+from fourfold.planner.memory import WORK_BYTES
+from fourfold.planner.step_cost import Estimate, Prices, estimate_with
+from fourfold.planner.workload import Workload
+
+# Of a device's memory: the context, the library's buffers, what an allocator cannot use.
+RESERVE = 0.10
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that would not run, or not fit, with both numbers."""
+
+    layout: Layout
+    reason: str
+    over_bytes: float = 0.0  # of memory; 0 where a number does not divide
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All layouts there are, the fastest first."""
+
+    ranked: list[Estimate]
+    rejected: list[Rejected]
+    considered: int
+    ranks: int
+    memory_limit_bytes: float = field(default=0.0)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Estimate:
+        if not self.ranked:
+            first = self.nearest_miss()
+            raise ValueError(
+                f"none of {self.considered} layouts of {self.ranks} ranks can run; the nearest: {first.layout}: {first.reason}"
+            )
+        return self.ranked[0]
+
+    def best_without_y(self) -> Estimate | None:
+        """The fastest that FSDP, tensor and data parallelism can express, so that y has to earn its place."""
+        return next((e for e in self.ranked if e.layout.y == 1), None)
+
+    def nearest_miss(self) -> Rejected:
+        """The layout that is the least over the memory; any other if none failed for memory."""
+        over = [r for r in self.rejected if r.over_bytes > 0]
+        return min(over, key=lambda r: r.over_bytes) if over else self.rejected[0]
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def grids(ranks: int) -> Iterator[tuple[int, int, int, int]]:
+    """All (data, z, y, x) of so many ranks."""
+    for x in divisors(ranks):
+        for y in divisors(ranks // x):
+            for z in divisors(ranks // (x * y)):
+                yield ranks // (x * y * z), z, y, x
+
+
+def why_not_grid(workload: Workload, grid: tuple[int, int, int, int], batch_sequences: int) -> str | None:
+    """Why a grid cannot run this model; None if it can. The rules are those of `parallelize`.
+
+    Example:
+        >>> why_not_grid(Workload("8b", 4096, 14336, 32, 32, 8, 128, 128256), (1, 1, 1, 64), 64)
+        'x=64 does not divide num_attention_heads=32; use x <= 32'
+    """
+    data, z, y, x = grid
+    w = workload
+    if w.heads % x:
+        return f"x={x} does not divide num_attention_heads={w.heads}; use x <= {_below(w.heads, x)}"
+    if x <= w.kv_heads and w.kv_heads % x:
+        return f"x={x} does not divide num_key_value_heads={w.kv_heads}; use x <= {_below(w.kv_heads, x)}"
+    if x > w.kv_heads and x % w.kv_heads:
+        return f"x={x} is no multiple of num_key_value_heads={w.kv_heads}; use x <= {_below(w.kv_heads, x)}"
+    if w.ffn % x:
+        return f"x={x} does not divide intermediate_size={w.ffn}; use x <= {_below(w.ffn, x)}"
+    if w.hidden % y:
+        return f"y={y} does not divide hidden_size={w.hidden}; use y <= {_below(w.hidden, y)}"
+    if batch_sequences % (data * z):
+        most = _below(batch_sequences, data * z)
+        return (
+            f"data*z={data * z} does not divide the global batch of {batch_sequences}; use data*z <= {most}"
+        )
+    return None
+
+
+def _below(n: int, limit: int) -> int:
+    return max(d for d in divisors(n) if d <= limit)
+
+
+def search(
+    workload: Workload,
+    cluster: Cluster,
+    ranks: int,
+    global_batch_sequences: int,
+    length: int,
+    *,
+    schedule: Schedule = FOURFOLD,
+    kernels: Kernels | None = None,
+    weights: Literal["fsdp2", "streamed"] = "fsdp2",
+    checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
+    reserve: float = RESERVE,
+    tensor_ranks_at_most: int = 1024,
+) -> Plan:
+    """All layouts, the fastest first.
+
+    ``reserve`` is the part of the memory that is left to others. Kept weights are tried where weights are streamed: half of
+    them, and all. More than ``tensor_ranks_at_most`` ranks on y and x together are not looked at.
+    """
+    prices = Prices(workload, cluster, length, schedule, kernels)
+    limit_bytes = cluster.device.memory_gib * 2**30 * (1 - reserve)
+    ranked: list[Estimate] = []
+    rejected: list[Rejected] = []
+    considered = 0
+    for grid in grids(ranks):
+        data, z, y, x = grid
+        if x * y > tensor_ranks_at_most:
+            continue
+        reason = why_not_grid(workload, grid, global_batch_sequences)
+        if reason is not None:
+            considered += 1
+            rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason))
+            continue
+        gathered_bytes = int(WORK_BYTES * workload.layers * prices.shard(y, x).block)
+        keeps = (0, gathered_bytes // 2, gathered_bytes) if weights == "streamed" and z > 1 else (0,)
+        for micro_batches in divisors(global_batch_sequences // (data * z)):
+            tokens = global_batch_sequences // (data * z * micro_batches) * length
+            for recompute in checkpointing:
+                for keep_bytes in keeps:
+                    considered += 1
+                    layout = Layout(data, z, y, x, micro_batches, recompute, keep_bytes, weights)
+                    peak = prices.memory(layout, tokens)
+                    over_bytes = peak.total_bytes - limit_bytes
+                    if over_bytes > 0:
+                        reason = too_large(peak.total_bytes, limit_bytes, reserve)
+                        rejected.append(Rejected(layout, reason, over_bytes))
+                        continue
+                    ranked.append(estimate_with(prices, layout, global_batch_sequences, peak))
+    ranked.sort(key=lambda e: e.step_s)
+    return Plan(ranked, rejected, considered, ranks, limit_bytes)
+
+
+def too_large(total_bytes: float, limit_bytes: float, reserve: float) -> str:
+    """Why a layout does not fit, with both numbers and the way out."""
+    return (
+        f"needs {total_bytes / 2**30:.1f} GiB of {limit_bytes / 2**30:.1f} (a reserve of {reserve:.0%} is left); "
+        "use more z, y or x, more micro-batches, or recompute activations"
+    )

@@ -1,0 +1,204 @@
+"""How long a step takes: its events one after the other, computation on one track, the collectives of each axis on another.
+
+A collective begins when it was started and those of its axis before it are over; a wait holds up computation until it is
+done. Axes whose collectives use the same link share it: of n that are under way each goes on at 1/n of its rate alone.
+While something is in flight, computation and collectives slow each other down by factors. Link time is what a collective
+would take alone, exposed time what of it computation stood still for.
+
+All this is exact between events: rates only change where a collective or an operation begins or ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from fourfold.dry_run.events import Event, Operation, Start
+from fourfold.grid import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something on a track, from when to when."""
+
+    track: str  # "compute", "wait", or an axis
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A predicted step."""
+
+    step_s: float
+    compute_s: float
+    compute_s_by_phase: Mapping[str, float]
+    link_s: Mapping[Axis, float]
+    exposed_s: Mapping[Axis, float]
+    spans: tuple[Span, ...]
+
+
+def own_link(start: Start) -> Hashable:
+    """Each axis has a link of its own."""
+    return start.axis
+
+
+def at_no_cost(start: Start) -> float:
+    return 0.0
+
+
+def undisturbed(start: Start) -> tuple[float, float]:
+    return 1.0, 1.0
+
+
+def simulate(
+    events: Iterable[Event],
+    operation_s: Callable[[Operation], float],
+    collective_s: Callable[[Start], float],
+    *,
+    start_s: Callable[[Start], float] = at_no_cost,
+    link_of: Callable[[Start], Hashable] = own_link,
+    slow_down: Callable[[Start], tuple[float, float]] = undisturbed,
+    in_flight: int = 1,
+    keep_spans: bool = False,
+) -> Simulated:
+    """Play the events of a step through.
+
+    ``start_s``: what the one who computes needs to start a collective. ``link_of`` names the link that it uses, such as
+    the one inside a node or the one between nodes. ``slow_down``: how much longer computation takes while this collective
+    is in flight, and how much longer the collective while there is computation. ``in_flight``: of one axis at a time.
+    """
+    track = _Tracks(in_flight)
+    under_way: dict[tuple[str, ...], deque[_Flight]] = defaultdict(deque)
+    by_phase: dict[str, float] = defaultdict(float)
+    link_s: dict[Axis, float] = defaultdict(float)
+    exposed_s: dict[Axis, float] = defaultdict(float)
+    spans: list[Span] = []
+    for event in events:
+        begin_s = track.now_s
+        if isinstance(event, Operation):
+            track.compute(operation_s(event))
+            by_phase[event.phase] += track.now_s - begin_s
+            if keep_spans:
+                spans.append(Span("compute", f"{event.name} {event.module}", begin_s, track.now_s))
+            continue
+        words = (event.axis, event.kind, event.purpose, event.module)
+        if isinstance(event, Start):
+            track.compute(start_s(event))
+            by_phase[event.phase] += track.now_s - begin_s
+            flight = _Flight(event, collective_s(event), link_of(event), *slow_down(event))
+            link_s[event.axis] += flight.left_s
+            under_way[words].append(flight)
+            track.start(flight, follows=event.follows)
+        elif under_way[words]:
+            track.wait_for(under_way[words].popleft())
+            if track.now_s > begin_s:
+                exposed_s[event.axis] += track.now_s - begin_s
+                if keep_spans:
+                    name = f"{event.kind} over {event.axis} {event.module}"
+                    spans.append(Span("wait", name, begin_s, track.now_s))
+    track.wait_for_all()
+    if keep_spans:
+        spans += [
+            Span(f.start.axis, f"{f.start.kind} {f.start.module}", f.first_s, f.end_s) for f in track.landed
+        ]
+        spans.sort(key=lambda span: span.start_s)
+    return Simulated(
+        track.now_s, sum(by_phase.values()), dict(by_phase), dict(link_s), dict(exposed_s), tuple(spans)
+    )
+
+
+_LEAST_PACE = 0.05  # however many are in flight
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A collective under way."""
+
+    start: Start
+    left_s: float  # what is left of it, if it were alone
+    link: Hashable
+    slows_compute: float
+    slowed_by_compute: float
+    after: _Flight | None = None  # what has to be over before it can begin, though nobody waits
+    begin_s: float = 0.0
+    end_s: float = math.inf
+
+    @property
+    def first_s(self) -> float:
+        """When its first byte went."""
+        return self.begin_s if self.after is None else max(self.begin_s, self.after.end_s)
+
+
+@dataclass
+class _Tracks:
+    """The clock, and what is in flight: for each axis a queue, of which the first ones are under way."""
+
+    in_flight: int = 1
+    now_s: float = 0.0
+    queues: dict[Axis, deque[_Flight]] = field(default_factory=lambda: defaultdict(deque))
+    landed: list[_Flight] = field(default_factory=list)
+
+    def start(self, flight: _Flight, follows: Axis | None = None) -> None:
+        queue = self.queues[flight.start.axis]
+        if follows is not None and self.queues[follows]:
+            flight.after = self.queues[follows][-1]
+        flight.begin_s = self.now_s
+        queue.append(flight)
+        if flight.left_s <= 0:
+            self._land()
+
+    def compute(self, work_s: float) -> None:
+        while work_s > 0:
+            rates = self._rates(computing=True)
+            # What of a processor collectives take adds up, in the proportion of what each does at the moment.
+            taken = sum((1 - 1 / f.slows_compute) * min(1.0, rate * f.slowed_by_compute) for f, rate in rates)
+            pace = max(_LEAST_PACE, 1 - taken)
+            passed_s = min(work_s / pace, self._next_landing_s(rates))
+            # What ends now has nothing left, whatever was rounded.
+            work_s = 0.0 if passed_s == work_s / pace else work_s - passed_s * pace
+            self._pass(passed_s, rates)
+
+    def wait_for(self, flight: _Flight) -> None:
+        while flight.end_s == math.inf:
+            rates = self._rates()
+            self._pass(self._next_landing_s(rates), rates)
+
+    def wait_for_all(self) -> None:
+        while rates := self._rates():
+            self._pass(self._next_landing_s(rates), rates)
+
+    def _rates(self, *, computing: bool = False) -> list[tuple[_Flight, float]]:
+        """Those under way, and how much of what they would do alone they do in a second."""
+        first = [
+            flight
+            for queue in self.queues.values()
+            for flight in islice(queue, self.in_flight)
+            if flight.after is None or flight.after.end_s < math.inf
+        ]
+        on_link = Counter(flight.link for flight in first)
+        return [(f, 1 / (on_link[f.link] * (f.slowed_by_compute if computing else 1.0))) for f in first]
+
+    def _next_landing_s(self, rates: list[tuple[_Flight, float]]) -> float:
+        return min((flight.left_s / rate for flight, rate in rates), default=math.inf)
+
+    def _pass(self, seconds: float, rates: list[tuple[_Flight, float]]) -> None:
+        self.now_s += seconds
+        for flight, rate in rates:
+            # Equal times differ in their last digit.
+            ends = flight.left_s / rate <= seconds * (1 + 1e-12)
+            flight.left_s = 0.0 if ends else flight.left_s - seconds * rate
+        self._land()
+
+    def _land(self) -> None:
+        for queue in self.queues.values():
+            for flight in [f for f in islice(queue, self.in_flight) if f.left_s <= 0]:
+                queue.remove(flight)
+                flight.end_s = self.now_s
+                self.landed.append(flight)
+                if len(queue) >= self.in_flight:
+                    queue[self.in_flight - 1].begin_s = self.now_s

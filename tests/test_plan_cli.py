@@ -1,0 +1,154 @@
+"""`fourfold plan` as one types it."""
+
+import json
+import re
+
+import pytest
+
+from fourfold.cli.main import main
+
+LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+TINY = {**LLAMA_8B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 96}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "llama-8b.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return path
+
+
+def plan(config, *words: str) -> int:
+    given = [
+        "plan",
+        str(config),
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "64",
+        "--length",
+        "8192",
+        "--sequences",
+        "128",
+    ]
+    return main([*given, "--simulate", "0", *words])
+
+
+@pytest.mark.parametrize("columns", [100, 150])
+def test_the_table_fits_the_terminal(config, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert plan(config) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if re.match(r"\s*\d+\s+[\d(].*%", line)]
+    assert len(rows) == 10
+    assert max(map(len, lines[: lines.index(rows[-1]) + 1])) <= columns
+    assert not any("…" in line for line in rows)
+    best = rows[0]
+    assert re.search(r"\d+\.\d (ms|s)|\d s", best)
+    assert best.count("%") >= 5
+
+
+def test_it_says_what_it_is_asked(config, capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    assert (
+        plan(
+            config,
+            "--explain",
+            "1",
+            "2,4,1,8",
+            "--tokens",
+            "1T",
+            "--price",
+            "2",
+            "--watts",
+            "700",
+            "--json",
+            str(out),
+        )
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert re.search(r"[AB] is \d\.\d\d x faster than [AB], most of it in", said)
+    found = json.loads(out.read_text())
+    hours = 1e12 / found["ranked"][0]["tokens_per_s"] / 3600
+    assert f"{hours:,.1f} hours" in said
+    assert f"{hours * 64 * 2:,.0f} at 2 a device hour" in said
+    assert f"{hours * 64 * 700 / 1e6:,.1f} MWh" in said
+    assert re.search(r"y = 1|y earns|earns its place", said)
+    assert "communication" in said
+    steps = [e["step_s"] for e in found["ranked"]]
+    assert steps == sorted(steps)
+    assert found["considered"] == len(found["ranked"]) + len(found["rejected"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--explain", "1", "99999"], "there is no layout number 99999; the table has 1 to"),
+        (["--explain", "1", "3,1,1,1"], "3,1,1,1 is no grid of 64 ranks"),
+        (["--explain", "1", "best"], "'best' is no layout"),
+        (["--price", "2"], "give --tokens"),
+        (["--rows", "0"], "--rows 0"),
+        (["--against", "nowhere.json"], "there is no run nowhere.json"),
+    ],
+)
+def test_errors_say_both_numbers_and_the_way_out(config, capsys, words, said):
+    assert plan(config, *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_is_lacking_is_listed(capsys):
+    assert main(["plan", "--cluster", "dgx-h100", "--length", "8"]) == 2
+    assert "needs config.json, --gpus, --sequences" in capsys.readouterr().err
+
+
+def test_a_model_that_fits_nowhere_says_how_far_it_is(config, capsys):
+    assert (
+        main(
+            [
+                "plan",
+                str(config),
+                "--cluster",
+                "dgx-a100",
+                "--gpus",
+                "1",
+                "--length",
+                "8192",
+                "--sequences",
+                "1",
+            ]
+        )
+        == 2
+    )
+    assert re.search(r"needs \d+\.\d GiB of 72\.0", capsys.readouterr().err)
+
+
+def test_the_page_and_the_trace_tell_the_simulated_step(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    page, trace, table = tmp_path / "plan.html", tmp_path / "trace.json", tmp_path / "plan.json"
+    words = ["plan", str(path), "--cluster", "dgx-h100", "--gpus", "4", "--length", "64", "--sequences", "8"]
+    assert (
+        main([*words, "--simulate", "2", "--html", str(page), "--trace", str(trace), "--json", str(table)])
+        == 0
+    )
+    best = json.loads(table.read_text())["ranked"][0]
+    assert best["is_simulated"]
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    ends_s = max(e["ts"] + e["dur"] for e in events) / 1e6
+    assert ends_s == pytest.approx(best["step_s"], rel=1e-6)
+    compute_s = sum(e["dur"] for e in events if e["cat"] == "compute") / 1e6
+    assert compute_s == pytest.approx(sum(best["compute_s"].values()), rel=1e-6)
+    text = page.read_text()
+    assert "<script" not in text
+    assert not re.search(r"https?://(?!www\.w3\.org)[^ <]*\.(js|css|woff)", text)
+    assert text.count("<svg") == 5
+    for word in (
+        "Where the time of a step goes",
+        "Memory of a rank",
+        "The search space",
+        "predicted timeline",
+    ):
+        assert word in text
