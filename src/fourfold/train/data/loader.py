@@ -1,7 +1,7 @@
 """This rank's rows of each global batch, read ahead by a thread. It remembers nothing: the place is the caller's count.
 
 All x and y ranks of a replica read the same rows, each for itself: on one machine they share the pages of the file,
-so the disk is read once, and copying a row out of them takes less time than a broadcast of it.
+so the disk is read once.
 """
 
 from __future__ import annotations
