@@ -1,6 +1,7 @@
 """A run's file: every mistake named with the way out, every field with its sentence."""
 
 import tomllib
+from itertools import pairwise
 
 import pytest
 from pydantic import BaseModel
@@ -22,7 +23,15 @@ def changed(*changes: str) -> RunConfig:
 
 def sections(section: type[BaseModel]) -> list[type[BaseModel]]:
     inner = [f.annotation for f in section.model_fields.values()]
-    return [section, *(s for kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel) for s in sections(kind))]
+    return [
+        section,
+        *(
+            s
+            for kind in inner
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+            for s in sections(kind)
+        ),
+    ]
 
 
 def test_the_least_file_is_a_run():
@@ -43,7 +52,10 @@ def test_the_least_file_is_a_run():
         ("schedule.kind=wsd", r"decay_steps, which is 0"),
         ("grid.auto=true", r"needs cluster"),
         ("model.pretrained=llama", r"either config .* or pretrained"),
-        ("data.sources=[{path='a', wieght=2}]", r"\[data\.sources\.0\] has no field 'wieght'; did you mean 'weight'"),
+        (
+            "data.sources=[{path='a', wieght=2}]",
+            r"\[data\.sources\.0\] has no field 'wieght'; did you mean 'weight'",
+        ),
         ("data.sources=[]", r"data\.sources"),
     ],
 )
@@ -59,7 +71,9 @@ def test_a_missing_section_says_what_it_is_for():
 
 def test_what_is_set_on_the_command_line_wins(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text('seed = 1\n[model]\nconfig = "c.json"\n[data]\nsources = [{path = "t"}]\n[optimizer]\nlr = 1e-3\n')
+    path.write_text(
+        'seed = 1\n[model]\nconfig = "c.json"\n[data]\nsources = [{path = "t"}]\n[optimizer]\nlr = 1e-3\n'
+    )
     run = config.load(path, ["optimizer.lr=3e-4", "grid.x=2", "checkpoints.every_steps=5"])
     assert (run.seed, run.optimizer.lr, run.grid.x, run.checkpoints.every_steps) == (1, 3e-4, 2, 5)
     with pytest.raises(ConfigError, match="sets nothing"):
@@ -100,4 +114,4 @@ def test_rates_rise_and_fall_as_they_should():
     rates = [rate_of_step(steady, step) for step in range(100)]
     assert set(rates[9:81]) == {1.0}
     assert rates[-1] == pytest.approx(0.0)
-    assert all(a > b for a, b in zip(rates[80:], rates[81:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[80:]))

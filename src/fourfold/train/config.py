@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -25,7 +33,9 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The model: an architecture of Hugging Face, unmodified."""
 
-    config: Path | None = Field(None, description="A config.json, or the folder of one: start from drawn weights.")
+    config: Path | None = Field(
+        None, description="A config.json, or the folder of one: start from drawn weights."
+    )
     pretrained: Path | None = Field(
         None, description="A folder with config.json and safetensors, or a hub id: start from these weights."
     )
@@ -33,7 +43,9 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def one_of_both(self) -> ModelSection:
         if (self.config is None) == (self.pretrained is None):
-            raise ValueError("give either config (drawn weights) or pretrained (weights to start from), not both")
+            raise ValueError(
+                "give either config (drawn weights) or pretrained (weights to start from), not both"
+            )
         return self
 
 
@@ -41,7 +53,9 @@ class Source(Section):
     """A data set that `fourfold data prepare` made."""
 
     path: Path = Field(description="The folder of the prepared data set.")
-    weight: PositiveFloat = Field(1.0, description="How much of the samples come from it, against the other sources.")
+    weight: PositiveFloat = Field(
+        1.0, description="How much of the samples come from it, against the other sources."
+    )
 
 
 class DataSection(Section):
@@ -49,14 +63,18 @@ class DataSection(Section):
 
     sources: tuple[Source, ...] = Field(min_length=1, description="Data sets, each with its weight.")
     sequence_length: PositiveInt = Field(1024, description="Tokens of a sample.")
-    read_ahead: Annotated[int, Field(ge=0)] = Field(2, description="Batches that a thread reads before they are asked for.")
+    read_ahead: Annotated[int, Field(ge=0)] = Field(
+        2, description="Batches that a thread reads before they are asked for."
+    )
 
 
 class GridSection(Section):
     """The ranks on four axes. Their product has to be the number of ranks, unless the planner chooses."""
 
     auto: bool = Field(False, description="Ask the planner for the fastest grid; needs `cluster`.")
-    cluster: str | None = Field(None, description="A preset's name or the TOML file that `fourfold calibrate` wrote.")
+    cluster: str | None = Field(
+        None, description="A preset's name or the TOML file that `fourfold calibrate` wrote."
+    )
     data: PositiveInt = Field(1, description="Ranks that split the batch and hold the same weights.")
     z: PositiveInt = Field(1, description="Ranks that split the batch and the storage of every weight.")
     y: PositiveInt = Field(1, description="Ranks that split the hidden features.")
@@ -72,39 +90,55 @@ class GridSection(Section):
 class OptimizerSection(Section):
     """The optimizer and what happens to gradients before it."""
 
-    name: Literal["adamw", "muon"] = Field("adamw", description="AdamW, or Muon for matrices with AdamW for the rest.")
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="AdamW, or Muon for matrices with AdamW for the rest."
+    )
     lr: PositiveFloat = Field(3e-4, description="The learning rate after warm-up.")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW's two rates of decay.")
     eps: PositiveFloat = Field(1e-8, description="AdamW's smallest denominator.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="Of matrices; norms and biases have none.")
-    max_norm: PositiveFloat | None = Field(1.0, description="Gradients are clipped to this norm; none: they are not.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.1, description="Of matrices; norms and biases have none."
+    )
+    max_norm: PositiveFloat | None = Field(
+        1.0, description="Gradients are clipped to this norm; none: they are not."
+    )
 
 
 class ScheduleSection(Section):
     """How long, and the learning rate on the way."""
 
     steps: PositiveInt = Field(1000, description="Steps of the whole run.")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(100, description="Steps over which the rate rises from 0.")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        100, description="Steps over which the rate rises from 0."
+    )
     kind: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="After warm-up: a cosine to the end, steady with a decay at the end, or steady."
     )
-    decay_steps: Annotated[int, Field(ge=0)] = Field(0, description="With wsd: the last steps, over which it falls.")
+    decay_steps: Annotated[int, Field(ge=0)] = Field(
+        0, description="With wsd: the last steps, over which it falls."
+    )
     final: Fraction = Field(0.1, description="The rate at the end, as a part of the highest.")
 
     @model_validator(mode="after")
     def parts_fit(self) -> ScheduleSection:
         used = self.warmup_steps + (self.decay_steps if self.kind == "wsd" else 0)
         if used > self.steps:
-            raise ValueError(f"warmup_steps and decay_steps are {used}, more than steps={self.steps}; use fewer")
+            raise ValueError(
+                f"warmup_steps and decay_steps are {used}, more than steps={self.steps}; use fewer"
+            )
         if self.kind == "wsd" and not self.decay_steps:
-            raise ValueError("wsd falls over decay_steps, which is 0; use a fifth of steps, or kind='constant'")
+            raise ValueError(
+                "wsd falls over decay_steps, which is 0; use a fifth of steps, or kind='constant'"
+            )
         return self
 
 
 class BatchSection(Section):
     """The global batch, whatever the grid."""
 
-    tokens: PositiveInt = Field(524_288, description="Tokens of a step, over all ranks; a multiple of sequence_length.")
+    tokens: PositiveInt = Field(
+        524_288, description="Tokens of a step, over all ranks; a multiple of sequence_length."
+    )
     micro_batch_sequences: PositiveInt | None = Field(
         None, description="Sequences that a rank takes at a time; none: all of its share at once."
     )
@@ -113,8 +147,12 @@ class BatchSection(Section):
 class EngineSection(Section):
     """How a step is computed; the numbers are those of one process whatever is set."""
 
-    precision: Literal["fp32", "bf16"] = Field("bf16", description="Of matmuls and activations; masters are fp32.")
-    activation_checkpointing: Literal["none", "full"] = Field("none", description="Recompute activations in backward.")
+    precision: Literal["fp32", "bf16"] = Field(
+        "bf16", description="Of matmuls and activations; masters are fp32."
+    )
+    activation_checkpointing: Literal["none", "full"] = Field(
+        "none", description="Recompute activations in backward."
+    )
     weights: Literal["auto", "fsdp2", "streamed"] = Field("auto", description="Who gathers weights over z.")
     compile: bool = Field(False, description="torch.compile the blocks, where that works.")
 
@@ -143,13 +181,17 @@ class LoggingSection(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard's files.")
     wandb_project: str | None = Field(None, description="Log to Weights & Biases, under this project.")
     mlflow_uri: str | None = Field(None, description="Log to MLflow, at this address.")
-    prometheus_port: PositiveInt | None = Field(None, description="Serve metrics as text on rank 0, on loopback.")
+    prometheus_port: PositiveInt | None = Field(
+        None, description="Serve metrics as text on rank 0, on loopback."
+    )
 
 
 class RunConfig(Section):
     """A training run."""
 
-    seed: Annotated[int, Field(ge=0)] = Field(0, description="Of initial weights, dropout and the order of samples.")
+    seed: Annotated[int, Field(ge=0)] = Field(
+        0, description="Of initial weights, dropout and the order of samples."
+    )
     model: ModelSection
     data: DataSection
     grid: GridSection = GridSection()

@@ -34,7 +34,11 @@ class Lines(Callback):
         if trainer.step:
             self._console.print(f"goes on from step {trainer.step} of {steps}")
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed}/{task.total}"),
+            )
             self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
             self._task = self._bar.add_task("steps", total=steps, completed=trainer.step)
             self._bar.start()
@@ -46,7 +50,9 @@ class Lines(Callback):
         if self._bar is not None:
             self._bar.update(self._task, completed=result.step)  # type: ignore[arg-type]
         if result.step % self._every == 0:
-            (self._bar.console if self._bar else self._console).print(self._line(trainer, result), highlight=False)
+            (self._bar.console if self._bar else self._console).print(
+                self._line(trainer, result), highlight=False
+            )
 
     def _line(self, trainer: Trainer, result: StepResult) -> str:
         figures = figures_of(result)
@@ -68,4 +74,6 @@ class Lines(Callback):
         if self._bar is not None:
             self._bar.stop()
         if trainer.is_first:
-            self._console.print(f"done: {trainer.step} steps in {(time.perf_counter() - self._start_s) / 60:.1f} min")
+            self._console.print(
+                f"done: {trainer.step} steps in {(time.perf_counter() - self._start_s) / 60:.1f} min"
+            )

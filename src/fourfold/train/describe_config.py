@@ -49,7 +49,9 @@ def starting_file(size: str, *, model: str, data: str) -> str:
         "optimizer.lr": lr,
         "engine.activation_checkpointing": "full" if size in ("8b", "70b", "405b") else "none",
     }
-    lines = [f"# A run of a {size.upper()} model. `fourfold train` reads it; --set section.field=value changes it."]
+    lines = [
+        f"# A run of a {size.upper()} model. `fourfold train` reads it; --set section.field=value changes it."
+    ]
     lines += _lines(RunConfig, "", chosen)
     return "\n".join(lines) + "\n"
 
@@ -99,7 +101,13 @@ def reference() -> str:
         for field, about in kind.model_fields.items():
             if isinstance(about.annotation, type) and issubclass(about.annotation, BaseModel):
                 continue
-            default = "required" if about.is_required() else toml_value(about.default) if about.default is not None else "none"
+            default = (
+                "required"
+                if about.is_required()
+                else toml_value(about.default)
+                if about.default is not None
+                else "none"
+            )
             lines.append(f"| `{field}` | `{default}` | {about.description} |")
         lines.append("")
     return "\n".join(lines)

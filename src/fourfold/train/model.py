@@ -15,7 +15,9 @@ from fourfold.parallel.report import Report
 from fourfold.train.config import EngineSection, ModelSection
 
 
-def build_model(model: ModelSection, engine: EngineSection, grid: Grid, seed: int) -> tuple[nn.Module, Report]:
+def build_model(
+    model: ModelSection, engine: EngineSection, grid: Grid, seed: int
+) -> tuple[nn.Module, Report]:
     """Built on meta; each rank draws or reads its own shards alone."""
     where = model.config or model.pretrained
     assert where is not None

@@ -136,7 +136,9 @@ class Trainer:
 
     def _forward_and_backward(self, batch: Batch) -> Tensor:
         """The mean loss over the global batch; gradients of all micro-batches are sent with the last."""
-        inputs = {name: tensor.to(self.grid.device, non_blocking=True) for name, tensor in batch.inputs.items()}
+        inputs = {
+            name: tensor.to(self.grid.device, non_blocking=True) for name, tensor in batch.inputs.items()
+        }
         counted = count_labels(inputs["labels"], self.grid, shift=True)
         chunks = zip(*(tensor.chunk(self.micro_batches) for tensor in inputs.values()), strict=True)
         parts = [dict(zip(inputs, rows, strict=True)) for rows in chunks]
