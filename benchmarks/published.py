@@ -188,7 +188,7 @@ _AXONN_SEQUENCES, _AXONN_LENGTH, _AXONN_VOCABULARY = 8192, 2048, 50304
 
 # The split: one figure for each machine, how long ranks wait for one another for each second that they compute, is fitted
 # on the machine's smallest run. The twelve larger runs are held out: no number is fitted on them, but the form of the figure
-# was chosen with them in view (two other forms meet the bar too, see docs/planner.md).
+# was chosen with them in view.
 AXONN_FITTED = ("axonn-sc24-perlmutter-512", "axonn-sc24-frontier-512", "axonn-sc24-alps-1024")
 
 

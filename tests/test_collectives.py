@@ -307,6 +307,10 @@ def test_the_search_for_collectives_finds_them(source: str, found: list[str]) ->
     assert collectives_called(source) == found
 
 
+# They time a world of their own, in which nobody trains, and agree on the times.
+MEASURING = ["planner/calibrate.py", "planner/probe.py"]
+
+
 def test_only_one_file_calls_collectives() -> None:
     root = Path(fourfold.__file__).parent
     called = {
@@ -314,4 +318,4 @@ def test_only_one_file_calls_collectives() -> None:
         for path in sorted(root.rglob("*.py"))
         if (names := collectives_called(path.read_text()))
     }
-    assert list(called) == ["parallel/collectives.py"], called
+    assert list(called) == ["parallel/collectives.py", *MEASURING], called

@@ -107,6 +107,11 @@ def test_what_the_real_start_would_refuse_is_refused(shape, sequences, words):
         dryrun(config(), shape, sequences=sequences, length=32)
 
 
+def test_a_config_that_is_not_there_is_named_at_once(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no config .*none\.json"):
+        dryrun(tmp_path / "none.json", (1, 1, 1, 1), sequences=1, length=8)
+
+
 def test_a_process_that_is_a_rank_is_told_so(pool):
     for rank, said in enumerate(pool.run(refused_on_a_rank, 2)):
         assert f"rank {rank} of 2 already" in said

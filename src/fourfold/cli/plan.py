@@ -16,7 +16,7 @@ from fourfold.planner.layout import Layout
 from fourfold.planner.page import write_page
 from fourfold.planner.plan import plan as make_plan
 from fourfold.planner.predicted_trace import chrome_trace
-from fourfold.planner.rehearsal import play, rehearse, schedule_of, target_of
+from fourfold.planner.rehearsal import play, precision_of, rehearse, schedule_of, target_of
 from fourfold.planner.search import Plan
 from fourfold.planner.show import budget, explain, rate_that_hides, show_plan, worth_of_y
 from fourfold.planner.step_cost import Estimate, Prices, estimate_with
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         weights=options.weights,
         precision=options.precision,
     )
-    precision = options.precision or ("bf16" if target_of(cluster) == "cuda" else "fp32")
+    precision = options.precision or precision_of(cluster)
     prices = Prices(workload, cluster, options.length, schedule_of(cluster, precision))
     title = f"{workload.name} ({_billions(workload)}) on {options.gpus} devices of {cluster.name}, {sequences} x {options.length} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
@@ -118,7 +118,11 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(json.dumps(as_json(plan, title)))
     if options.html or options.trace:
-        timeline = _timeline(path, best, sequences, options.length, cluster)
+        timeline = _timeline(path, best, sequences, options.length, cluster, precision)
+        if not timeline.spans:
+            print(
+                f"Ranks of {cluster.name} share cores and were played through together: there is no timeline of one."
+            )
         if options.html:
             write_page(options.html, plan, cluster, title, timeline)
             print(f"wrote {options.html}")
@@ -172,8 +176,10 @@ def _what_hides(prices: Prices, best: Estimate, sequences: int, cluster: Cluster
     )
 
 
-def _timeline(path: Path, best: Estimate, sequences: int, length: int, cluster: Cluster) -> Simulated:
-    rehearsal = rehearse(path, best.layout, sequences, length, target_of(cluster))
+def _timeline(
+    path: Path, best: Estimate, sequences: int, length: int, cluster: Cluster, precision: str
+) -> Simulated:
+    rehearsal = rehearse(path, best.layout, sequences, length, target_of(cluster), precision)
     return play(rehearsal, cluster, keep_spans=True)[0]
 
 

@@ -222,6 +222,8 @@ def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
     import transformers
 
     if isinstance(model, (str, Path)):
+        if (isinstance(model, Path) or model.endswith(".json")) and not Path(model).exists():
+            raise ValueError(f"there is no config {model}; give the path of a Hugging Face config.json")
         model = transformers.AutoConfig.from_pretrained(model)
     with torch.device("meta"):
         module: nn.Module = transformers.AutoModelForCausalLM.from_config(model)

@@ -275,22 +275,26 @@ class Collectives:
             work.get_future().add_done_callback(landed)
 
         def wait() -> None:
-            start_ns = time.time_ns()
             busy_before_s = busy_s() if self._busy_in_waits_s is not None else 0.0
+            start_ns = time.time_ns()
             start = self._clock.mark()
             # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
             work.wait()
             end = self._clock.mark()
+            end_ns = time.time_ns()
             if self._busy_in_waits_s is not None:
                 self._busy_in_waits_s += busy_s() - busy_before_s
             if self._clock.immediate:
-                self._add_exposed(key, self._clock.elapsed_s(start, end))
+                exposed_s = self._clock.elapsed_s(start, end)
+                self._add_exposed(key, exposed_s)
+                # The trace shows what the account says: a thread may lose its core between two readings of a clock.
+                end_ns = start_ns + round(exposed_s * 1e9)
             else:
                 self._unread.append((key, start, end))
                 if len(self._unread) > _UNREAD:
                     self._read_times()
             if flight is not None:
-                flight.waits_ns.append((start_ns, time.time_ns()))
+                flight.waits_ns.append((start_ns, end_ns))
                 if self.observer is not None:
                     self.observer.waited(flight)
             if finish is not None:

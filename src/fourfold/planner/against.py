@@ -6,20 +6,21 @@ import io
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from fourfold.planner.cluster import Cluster
 from fourfold.planner.compute_cost import Kernels
-from fourfold.planner.layout import Layout
+from fourfold.planner.layout import AXES, Layout
 from fourfold.planner.rehearsal import Rehearsal, play, rehearse, target_of
 from fourfold.planner.show import seconds, signed
+from fourfold.planner.what_if import changed, value_of
 
-_AXES: tuple[Literal["x", "y", "z", "data"], ...] = ("x", "y", "z", "data")
 _FURTHEST = 64.0  # times more or less than the cluster file says is looked at
 _SHOWN = 0.01  # of the step: what is smaller is no gap to explain
 
@@ -75,7 +76,7 @@ def read_run(path: str | Path) -> Run:
         )
     measured = said["measured"]
     parts_s = {"compute": float(measured["compute_s"])}
-    parts_s |= {f"exposed {axis}": float(measured["exposed_s"].get(axis, 0.0)) for axis in _AXES}
+    parts_s |= {f"exposed {axis}": float(measured["exposed_s"].get(axis, 0.0)) for axis in AXES}
     return Run(
         said["model"],
         Layout(**said["layout"]),
@@ -105,11 +106,11 @@ def compare_rehearsed(
     worst = max(predicted, key=lambda part: abs(run.parts_s[part] - predicted[part]))
     explanations: list[Explanation] = []
     if abs(run.parts_s[worst] - predicted[worst]) > _SHOWN * run.step_s:
-        for parameter, changed in _parameters(cluster, worst):
-            found = _solve(predict, changed, worst, run.parts_s[worst])
+        for parameter, at in _parameters(cluster, worst):
+            found = _solve(predict, at, worst, run.parts_s[worst])
             if found is not None:
-                left_s = sum(abs(run.parts_s[part] - s) for part, s in predict(changed(found)).items())
-                now = _value(cluster, parameter)
+                left_s = sum(abs(run.parts_s[part] - s) for part, s in predict(at(found)).items())
+                now = value_of(cluster, parameter)
                 explanations.append(Explanation(parameter, now, now * found, left_s))
     explanations.sort(key=lambda e: e.left_s)
     return Comparison(run, cluster, sum(predicted.values()), predicted, worst, tuple(explanations))
@@ -120,7 +121,7 @@ def parts_of(rehearsal: Rehearsal, cluster: Cluster, kernels: Kernels | None = N
     step, _ = play(rehearsal, cluster, kernels)
     return {
         "compute": step.compute_s,
-        **{f"exposed {axis}": step.exposed_s.get(axis, 0.0) for axis in _AXES},
+        **{f"exposed {axis}": step.exposed_s.get(axis, 0.0) for axis in AXES},
     }
 
 
@@ -132,47 +133,19 @@ def _parameters(cluster: Cluster, part: str) -> list[tuple[str, Callable[[float]
     names = ["best_tflops", "memory_tbps", "launch_us"]
     if part != "compute":
         names = ["node_gbps", "device_gbps", "base_us", "net_hop_us"]
-    return [(name, _changer(cluster, name)) for name in names if _value(cluster, name) > 0]
-
-
-def _changer(cluster: Cluster, name: str) -> Callable[[float], Cluster]:
-    def changed(factor: float) -> Cluster:
-        section = _SECTION[name]
-        part = getattr(cluster, section)
-        values: dict[str, Any] = {name: getattr(part, name) * factor}
-        if name == "device_gbps":  # what was measured inside a node goes with it
-            values["measured_gbps"] = tuple((i, r, b * factor) for i, r, b in part.measured_gbps)
-            values["pair_gbps"] = None if part.pair_gbps is None else part.pair_gbps * factor
-        return replace(cluster, **{section: replace(part, **values)})
-
-    return changed
-
-
-_SECTION = {
-    "best_tflops": "device",
-    "memory_tbps": "device",
-    "launch_us": "device",
-    "node_gbps": "links",
-    "device_gbps": "links",
-    "base_us": "library",
-    "net_hop_us": "library",
-}
-
-
-def _value(cluster: Cluster, name: str) -> float:
-    return float(getattr(getattr(cluster, _SECTION[name]), name))
+    return [(name, partial(changed, cluster, name)) for name in names if value_of(cluster, name) > 0]
 
 
 def _solve(
     predict: Callable[[Cluster], dict[str, float]],
-    changed: Callable[[float], Cluster],
+    at: Callable[[float], Cluster],
     part: str,
     wanted_s: float,
 ) -> float | None:
     """The factor at which a part takes as long as was measured, by bisection; None if none within reach does."""
 
     def missing_s(factor: float) -> float:
-        return predict(changed(factor))[part] - wanted_s
+        return predict(at(factor))[part] - wanted_s
 
     low, high = 1 / _FURTHEST, _FURTHEST
     at_low = missing_s(low)

@@ -29,9 +29,8 @@ from fourfold.planner.fit import (
     collective_deviations,
     fit_links,
     fit_phases,
-    spread,
 )
-from fourfold.planner.measured import CollectiveTimes, MatmulTime, Measured, Together
+from fourfold.planner.measured import CollectiveTimes, MatmulTime, Measured, Together, spread
 from fourfold.planner.probe import KINDS, Budget, Probe, Timing, positions
 from fourfold.planner.reference import CASES, Case, list_phases, time_phases
 
@@ -93,9 +92,9 @@ def calibrate(
     own_lists = {}
     for i, case in enumerate(sizes.cases):
         tell(f"reference step {i + 1} of {len(sizes.cases)}: grid {case.shape}, {case.length} tokens")
-        own_times.append(time_phases(case, device, meeting))
+        own_times.append(time_phases(case, meeting))
     for i in range(rank, len(sizes.cases), world):
-        own_lists[i] = list_phases(sizes.cases[i], device.type)
+        own_lists[i] = list_phases(sizes.cases[i])
     meeting()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(

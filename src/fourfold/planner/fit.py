@@ -13,7 +13,7 @@ import numpy as np
 from fourfold.planner.cluster import Cluster, Library, Links
 from fourfold.planner.collective_cost import collective_s, place
 from fourfold.planner.compute_cost import operation_s
-from fourfold.planner.measured import CollectiveTimes, Measured, PhaseCost
+from fourfold.planner.measured import CollectiveTimes, Measured, PhaseCost, spread
 from fourfold.planner.reference import Case, Listed
 
 
@@ -180,11 +180,3 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
                 best, least = np.zeros(columns), float(off @ off)
                 best[list(chosen)] = found
     return [float(c) for c in best]
-
-
-def spread(values: Sequence[float]) -> float:
-    """The range between the quartiles."""
-    if len(values) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return high - low

@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+AXES: tuple[Literal["x", "y", "z", "data"], ...] = (
+    "x",
+    "y",
+    "z",
+    "data",
+)  # the innermost first, as tables have them
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -8,8 +8,18 @@ from __future__ import annotations
 
 import bisect
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+
+
+def spread(values: Sequence[float]) -> float:
+    """The range between the quartiles."""
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
 
 
 @dataclass(frozen=True)

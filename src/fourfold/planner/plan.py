@@ -19,7 +19,15 @@ from fourfold.planner import cluster as clusters
 from fourfold.planner.cluster import Cluster
 from fourfold.planner.compute_cost import Kernels
 from fourfold.planner.layout import Layout
-from fourfold.planner.rehearsal import Rehearsal, as_estimate, describe, rehearse, schedule_of, target_of
+from fourfold.planner.rehearsal import (
+    Rehearsal,
+    as_estimate,
+    describe,
+    precision_of,
+    rehearse,
+    schedule_of,
+    target_of,
+)
 from fourfold.planner.search import RESERVE, Plan, Rejected, divisors, grids, search, too_large
 from fourfold.planner.step_cost import Estimate
 from fourfold.planner.workers import rehearse_all
@@ -61,10 +69,9 @@ def plan(
     machines = cluster if isinstance(cluster, Cluster) else clusters.load(cluster)
     kernels = kernels or Kernels()
     source, workload = describe(model)
-    on_cuda = target_of(machines) == "cuda"
-    weights = weights or ("fsdp2" if on_cuda else "streamed")
-    precision = precision or ("bf16" if on_cuda else "fp32")
-    given = _Given(source, workload, machines, kernels, sequences, length, reserve, roles, quiet, precision)
+    weights = weights or ("fsdp2" if target_of(machines) == "cuda" else "streamed")
+    work = precision or precision_of(machines)
+    given = _Given(source, workload, machines, kernels, sequences, length, reserve, roles, quiet, work)
     if workload is None:
         return _without_formulas(given, ranks, weights, checkpointing, dry_runs)
     found = search(
@@ -73,7 +80,7 @@ def plan(
         ranks,
         sequences,
         length,
-        schedule=schedule_of(machines, precision),
+        schedule=schedule_of(machines, work),
         kernels=kernels,
         weights=weights,
         checkpointing=checkpointing,

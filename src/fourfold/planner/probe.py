@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fourfold.parallel.clock import clock_of
 from fourfold.parallel.collectives import Collectives, Kind, Pending
+from fourfold.planner.measured import spread
+from fourfold.planner.search import divisors
 
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _LEAST, _MOST = 3, 15  # repetitions
@@ -45,15 +47,12 @@ class Timing:
     @property
     def spread_s(self) -> float:
         """The range between the quartiles."""
-        if len(self.seconds) < 2:
-            return 0.0
-        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return high - low
+        return spread(self.seconds)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Until when there may be new measurements; rank 0's clock decides for all."""
+    """Until when there may be new measurements: until the first rank's time is up."""
 
     until_s: float
 
@@ -72,8 +71,8 @@ def positions(world: int) -> list[tuple[int, int]]:
         >>> positions(4)
         [(2, 1), (2, 2), (4, 1)]
     """
-    divisors = [d for d in range(1, world + 1) if world % d == 0]
-    return [(r, i) for r in divisors if r > 1 for i in divisors if world % (r * i) == 0]
+    sizes = divisors(world)
+    return [(r, i) for r in sizes if r > 1 for i in sizes if world % (r * i) == 0]
 
 
 class Probe:

@@ -7,30 +7,22 @@ for done, and each phase is timed. `calibrate` explains these times by the opera
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-
-# As in `dry_run.world` (torch 2.13.0).
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold.dry_run.events import Operation, Start
 from fourfold.dry_run.run import dryrun
-from fourfold.grid import AXES, Grid
+from fourfold.dry_run.world import fake_grid
 from fourfold.parallel.clip import clip_grad_norm_
 from fourfold.parallel.optimizer import on_shards
 from fourfold.parallel.parallelize import parallelize
-from fourfold.parallel.weights import Precision
 
+_TARGET = "cpu"  # a GPU's kernels are launched ahead, and their times do not add up with Python's
 PHASES = ("forward", "backward", "clip", "optimizer")
 _WARM_UP, _STEPS = 2, 4
 
@@ -80,15 +72,15 @@ class Listed:
     starts: int
 
 
-def list_phases(case: Case, target: str) -> dict[str, Listed]:
+def list_phases(case: Case) -> dict[str, Listed]:
     run = dryrun(
         case.config(),
         case.shape,
         sequences=case.global_sequences,
         length=case.length,
-        precision="bf16" if target == "cuda" else "fp32",
+        precision="fp32",
         weights="streamed",
-        target=target,
+        target=_TARGET,
     )
     return {
         phase: Listed(
@@ -99,20 +91,16 @@ def list_phases(case: Case, target: str) -> dict[str, Listed]:
     }
 
 
-def time_phases(case: Case, device: torch.device, meet: Callable[[], None]) -> dict[str, float]:
-    """Seconds of a core for each phase on this rank, the median of some steps; ranks begin together at ``meet``.
-
-    CPUs only: a GPU's kernels are launched ahead, and their times do not add up with Python's.
-    """
+def time_phases(case: Case, meet: Callable[[], None]) -> dict[str, float]:
+    """Seconds of a core for each phase on this rank, the median of some steps; ranks begin together at ``meet``."""
     from transformers import AutoModelForCausalLM
 
-    with _world_without_others(case.shape, device) as grid:
+    with fake_grid(case.shape, target=_TARGET) as grid:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(case.config())
-        precision: Precision = "bf16" if device.type == "cuda" else "fp32"
-        parallelize(model, grid, seed=0, weights="streamed", precision=precision)
-        optimizer = on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-4, foreach=device.type == "cuda")
-        ids = torch.zeros(case.sequences, case.length, dtype=torch.int64, device=device)
+        parallelize(model, grid, seed=0, weights="streamed", precision="fp32")
+        optimizer = on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-4, foreach=False)
+        ids = torch.zeros(case.sequences, case.length, dtype=torch.int64)
         seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
         for step in range(_WARM_UP + _STEPS):
             if step >= _WARM_UP:
@@ -131,15 +119,3 @@ def time_phases(case: Case, device: torch.device, meet: Callable[[], None]) -> d
                 if step >= _WARM_UP:
                     seconds[phase].append(end - start)
     return {phase: statistics.median(values) for phase, values in seconds.items()}
-
-
-@contextmanager
-def _world_without_others(shape: tuple[int, int, int, int], device: torch.device) -> Iterator[Grid]:
-    """The grid as rank 0 of it sees it, on real tensors; collectives are over as soon as they start."""
-    dist.init_process_group("fake", rank=0, world_size=math.prod(shape), store=FakeStore())
-    try:
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
-        yield Grid.from_mesh(mesh, device)
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fourfold.planner.cluster import Cluster
 from fourfold.planner.compute_cost import Kernels, operation_s
-from fourfold.planner.layout import FOURFOLD, Layout, Schedule
+from fourfold.planner.layout import AXES, FOURFOLD, Layout, Schedule
 from fourfold.planner.memory import Memory
 from fourfold.planner.step_cost import Estimate, utilisation
 from fourfold.planner.workers import Worker
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from fourfold.dry_run.memory import Peak
     from fourfold.planner.simulate import Simulated
 
-_AXES: tuple[Literal["x", "y", "z", "data"], ...] = ("x", "y", "z", "data")
 _PARTS = ("matmul", "attention", "element-wise", "recomputation", "optimizer")
 _WORK = {"matmul": "matmul", "attention": "attention", "memory": "element-wise"}
 
@@ -142,6 +141,11 @@ def schedule_of(cluster: Cluster, precision: str) -> Schedule:
     )
 
 
+def precision_of(cluster: Cluster) -> str:
+    """In which a run computes on these devices, unless asked for another."""
+    return "bf16" if target_of(cluster) == "cuda" else "fp32"
+
+
 def target_of(cluster: Cluster) -> str:
     """The kind of device that decisions are made for."""
     return "cpu" if cluster.library.name == "gloo" else "cuda"
@@ -197,8 +201,8 @@ def as_estimate(
         layout,
         step.step_s,
         compute_s,
-        {axis: step.link_s.get(axis, 0.0) for axis in _AXES},
-        {axis: step.exposed_s.get(axis, 0.0) for axis in _AXES},
+        {axis: step.link_s.get(axis, 0.0) for axis in AXES},
+        {axis: step.exposed_s.get(axis, 0.0) for axis in AXES},
         memory_of(rehearsal),
         tokens / step.step_s,
         mfu,

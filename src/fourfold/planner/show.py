@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from dataclasses import replace
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fourfold.planner.cluster import Cluster
+from fourfold.planner.layout import AXES
 from fourfold.planner.search import Plan
 from fourfold.planner.step_cost import Estimate, Prices, estimate_with
+from fourfold.planner.what_if import changed
 
-_AXES = ("x", "y", "z", "data")
 _WIDE = 130  # columns of a terminal from which on every figure has one
 
 
@@ -57,7 +57,7 @@ def headings(plan: Plan, is_wide: bool, with_simulated: bool) -> list[str]:
 
 def row_of(estimate: Estimate, plan: Plan, is_wide: bool = True, with_simulated: bool = False) -> list[str]:
     e = estimate
-    shares = [f"{e.exposed_s[axis] / e.step_s:.0%}" for axis in _AXES]
+    shares = [f"{e.exposed_s[axis] / e.step_s:.0%}" for axis in AXES]
     steps = [seconds(e.step_s)]
     if with_simulated:
         steps = [seconds(e.step_s), seconds(e.formula_s)] if e.is_simulated and e.formula_s else ["", *steps]
@@ -101,7 +101,7 @@ def explain(a: Estimate, b: Estimate) -> str:
 
 def components(estimate: Estimate) -> dict[str, float]:
     """Seconds that add up to the step."""
-    return {**estimate.compute_s, **{f"exposed {axis}": estimate.exposed_s[axis] for axis in _AXES}}
+    return {**estimate.compute_s, **{f"exposed {axis}": estimate.exposed_s[axis] for axis in AXES}}
 
 
 def worth_of_y(plan: Plan) -> str:
@@ -130,14 +130,7 @@ def rate_that_hides(
     links = prices.cluster.links
 
     def exposed_share(factor: float) -> float:
-        faster = replace(
-            links,
-            node_gbps=links.node_gbps * factor,
-            device_gbps=links.device_gbps * factor,
-            pair_gbps=None if links.pair_gbps is None else links.pair_gbps * factor,
-            measured_gbps=tuple((i, r, b * factor) for i, r, b in links.measured_gbps),
-        )
-        cluster = replace(prices.cluster, links=faster)
+        cluster = changed(changed(prices.cluster, "node_gbps", factor), "device_gbps", factor)
         again = Prices(prices.workload, cluster, prices.length, prices.schedule, prices.kernels)
         estimate = estimate_with(again, layout.layout, global_batch_sequences)
         return sum(estimate.exposed_s.values()) / estimate.step_s
