@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # No public call sets the time-out of a group that exists (seen in torch 2.13.0).
@@ -194,6 +195,25 @@ def _local_device(device_type: str | None) -> torch.device:
     return device
 
 
+def join_world(device_type: str | None = None, timeout_s: float = 600.0) -> None:
+    """Start ``torch.distributed`` as torchrun or srun say; a process that neither of them started is a world of its own."""
+    device = _local_device(device_type)
+    if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
+        _start_process_group(device, timeout_s)
+        return
+    dist.init_process_group(
+        _backend(device),
+        store=HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
 def _start_process_group(device: torch.device, timeout_s: float) -> None:
     """Join the world that torchrun or srun started."""
     if "RANK" not in os.environ:
@@ -211,7 +231,7 @@ def _start_process_group(device: torch.device, timeout_s: float) -> None:
             # Every rank derives the same port from the job's number, and two jobs on a node rarely the same one.
             os.environ["MASTER_PORT"] = str(20000 + int(_slurm("SLURM_JOB_ID")) % 20000)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        _backend(device),
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fourfold.cli import calibrate, checkpoint, data, dryrun, plan
+from fourfold.cli import calibrate, checkpoint, data, dryrun, init, plan, train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calibrate.add_to(commands)
     checkpoint.add_to(commands)
     data.add_to(commands)
+    init.add_to(commands)
+    train.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

@@ -80,6 +80,10 @@ class GridSection(Section):
     y: PositiveInt = Field(1, description="Ranks that split the hidden features.")
     x: PositiveInt = Field(1, description="Ranks that split heads and inner features.")
 
+    @property
+    def size(self) -> int:
+        return self.data * self.z * self.y * self.x
+
     @model_validator(mode="after")
     def auto_knows_the_cluster(self) -> GridSection:
         if self.auto and self.cluster is None:
@@ -154,6 +158,10 @@ class EngineSection(Section):
         "none", description="Recompute activations in backward."
     )
     weights: Literal["auto", "fsdp2", "streamed"] = Field("auto", description="Who gathers weights over z.")
+    keep_weights_bytes: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="With streamed weights: so many gathered bytes wait for backward instead of coming twice.",
+    )
     compile: bool = Field(False, description="torch.compile the blocks, where that works.")
 
 
@@ -177,7 +185,9 @@ class LoggingSection(Section):
     """What a person sees, and what is kept of it."""
 
     folder: Path = Field(Path("logs"), description="For metrics.jsonl, TensorBoard and the report.")
-    every_steps: PositiveInt = Field(1, description="Steps between two lines.")
+    every_steps: PositiveInt = Field(
+        10, description="Steps between two lines; on GPUs each waits for the device."
+    )
     tensorboard: bool = Field(True, description="Write TensorBoard's files.")
     wandb_project: str | None = Field(None, description="Log to Weights & Biases, under this project.")
     mlflow_uri: str | None = Field(None, description="Log to MLflow, at this address.")

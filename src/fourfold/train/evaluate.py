@@ -13,32 +13,41 @@ from fourfold.train.trainer import Callback, StepResult, Trainer
 class Evaluation(Callback):
     """Every so many steps, and at the end; the mean over the tokens of all its samples."""
 
-    def __init__(self, trainer_sequences: int, every_steps: int | None) -> None:
-        self._sequences, self._every = trainer_sequences, every_steps
+    def __init__(self, sequences: int, every_steps: int | None) -> None:
+        self._sequences, self._every = sequences, every_steps
         self._loader: Loader | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        run = trainer.run
+        run, grid = trainer.run, trainer.grid
         sources = [(source.path, source.weight) for source in run.data.sources]
         mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed, split="validation")
-        batch_ranks = trainer.grid.data * trainer.grid.z
-        # As many as divide: no rank may be without a sample.
-        sequences = max(batch_ranks, self._sequences // batch_ranks * batch_ranks)
-        self._loader = Loader(mixture, trainer.grid, sequences, read_ahead=0)
+        if self._sequences % grid.batch_ranks:
+            near = -(-self._sequences // grid.batch_ranks) * grid.batch_ranks
+            raise ValueError(
+                f"evaluation.sequences={self._sequences} does not divide over data*z = {grid.batch_ranks} ranks; use {near}"
+            )
+        self._loader = Loader(mixture, grid, self._sequences, read_ahead=0)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        is_last = result.step == trainer.run.schedule.steps
-        if is_last or (self._every is not None and result.step % self._every == 0):
-            result.figures["validation_loss"] = self.loss(trainer)
+        if trainer.is_done or (self._every is not None and result.step % self._every == 0):
+            with trainer.beside("evaluation"):
+                result.figures["validation_loss"] = self.loss(trainer)
 
     def loss(self, trainer: Trainer) -> float:
+        """In as many rows at a time as a training step takes, so that evaluation needs no more memory."""
         assert self._loader is not None
         batch = self._loader.read(0)
-        inputs = {name: tensor.to(trainer.grid.device) for name, tensor in batch.inputs.items()}
+        inputs = {name: rows.to(trainer.grid.device) for name, rows in batch.inputs.items()}
         counted = count_labels(inputs["labels"], trainer.grid, shift=True)
+        at_a_time = trainer.rows_at_a_time
+        parts = zip(*(rows.split(at_a_time) for rows in inputs.values()), strict=True)
+        total = torch.zeros((), device=trainer.grid.device)
         trainer.model.eval()
         try:
             with torch.no_grad():
-                return float(trainer.model(**inputs, num_items_in_batch=counted).loss)
+                for rows in parts:
+                    part = dict(zip(inputs, rows, strict=True))
+                    total += trainer.model(**part, num_items_in_batch=counted).loss
         finally:
             trainer.model.train()
+        return float(total)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fourfold.grid import Grid
+from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.report import Report
 from fourfold.train.config import EngineSection, ModelSection
@@ -19,21 +20,37 @@ def build_model(
     model: ModelSection, engine: EngineSection, grid: Grid, seed: int
 ) -> tuple[nn.Module, Report]:
     """Built on meta; each rank draws or reads its own shards alone."""
-    where = model.config or model.pretrained
-    assert where is not None
-    config: Any = AutoConfig.from_pretrained(where)
     with torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(config)
+        module: nn.Module = AutoModelForCausalLM.from_config(model_config(model))
     report = parallelize(
         module,
         grid,
         precision=engine.precision,
         activation_checkpointing=engine.activation_checkpointing,
         weights=engine.weights,
+        overlap=Overlap(keep_bytes=engine.keep_weights_bytes),
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
         seed=seed,
     )
     return module, report
+
+
+def model_config(model: ModelSection) -> Any:
+    """The Hugging Face configuration: of a file, a folder or a hub id."""
+    where = model.config or model.pretrained
+    assert where is not None
+    looks_local = where.suffix == ".json" or where.is_absolute() or str(where).startswith(".")
+    if not where.exists() and looks_local:
+        field = "config" if model.config else "pretrained"
+        raise ValueError(
+            f"model.{field}: there is no {where}; give a config.json, a folder with one, or a hub id"
+        )
+    try:
+        return AutoConfig.from_pretrained(where)
+    except OSError as error:
+        raise ValueError(
+            f"{where} is no folder with a config.json, nor a hub id that can be reached: {error}"
+        ) from None
 
 
 def _local_folder(name: Path) -> Path:

@@ -1,7 +1,7 @@
 """The loop: batches in, steps out, and everything else in callbacks.
 
     for each step   the rate of the schedule; this rank's rows in micro-batches, gradients sent with the last;
-                    clipping; the optimizer; callbacks
+                    clipping; the optimizer; callbacks; a checkpoint
 
 What a step does depends on (seed, step) and the data alone, so a run that is resumed, also on another grid, goes on as
 it would have.
@@ -10,8 +10,9 @@ it would have.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fourfold.grid import Grid
 from fourfold.parallel.clip import clip_grad_norm_
+from fourfold.parallel.clock import Clock, clock_of
 from fourfold.parallel.loss import count_labels
 from fourfold.parallel.random import seed_ranks
 from fourfold.parallel.weights import accumulating
@@ -29,22 +31,30 @@ from fourfold.train.checkpoint.state import Training
 from fourfold.train.config import RunConfig
 from fourfold.train.data.loader import Batch, Loader
 from fourfold.train.data.mixture import check_identity, open_mixture
+from fourfold.train.data.packing import check_documents_stay_apart
 from fourfold.train.model import build_model
 from fourfold.train.optimizers import build_optimizer
 from fourfold.train.schedule import rate_of_step
+from fourfold.train.stop import StopRequest
 
 
 @dataclass
 class StepResult:
-    """What a step leaves to callbacks. Tensors are not read before somebody asks: that would wait for the device."""
+    """What a step leaves to callbacks. Nothing is read before somebody asks: on CUDA that waits for the device."""
 
     step: int  # steps done, this one among them
     loss: Tensor
     gradient_norm: Tensor | None
     learning_rate: float
     tokens: int
-    seconds: float
+    clock: Clock
+    start: Any  # marks of that clock, around the step
+    end: Any
     figures: dict[str, float] = field(default_factory=dict)  # what callbacks add for those after them
+
+    @property
+    def seconds(self) -> float:
+        return self.clock.elapsed_s(self.start, self.end)
 
 
 class Callback:
@@ -65,12 +75,20 @@ class Trainer:
 
     def __init__(self, run: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> None:
         self.run, self.grid, self.callbacks = run, grid, list(callbacks)
+        self.is_first = dist.get_rank() == 0
         rows = grid.local_rows(run.sequences)  # refuses a batch that does not divide
-        self.micro_batches = _micro_batches(rows.stop - rows.start, run.batch.micro_batch_sequences)
+        self.micro_batches = micro_batches(rows.stop - rows.start, run.batch.micro_batch_sequences)
+        self.rows_at_a_time = (rows.stop - rows.start) // self.micro_batches
         sources = [(source.path, source.weight) for source in run.data.sources]
         self.mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed)
         self.loader = Loader(self.mixture, grid, run.sequences, read_ahead=run.data.read_ahead)
         self.model, self.report = build_model(run.model, run.engine, grid, run.seed)
+        check_documents_stay_apart(
+            self.model,
+            rows=self.rows_at_a_time,
+            vocab_size=int(self.model.config.vocab_size),  # type: ignore[union-attr,arg-type]
+            device=grid.device,
+        )
         self.optimizer = build_optimizer(self.model, run.optimizer)
         self.training = Training(
             self.model,
@@ -80,46 +98,65 @@ class Trainer:
             data={"samples": 0, **self.mixture.identity},
             config=run.model_dump(mode="json"),
         )
-        self.is_first = dist.get_rank() == 0
+        self.beside_s: defaultdict[str, float] = defaultdict(float)  # on this host, by what it was spent on
+        self._clock = clock_of(grid.device.type)
 
     @property
     def step(self) -> int:
         """Steps done."""
         return self.training.step
 
-    def train(self, checkpoints: Checkpoints | None = None) -> None:
-        """To the end of the schedule, from the newest checkpoint if there is one."""
+    @property
+    def is_done(self) -> bool:
+        return self.step >= self.run.schedule.steps
+
+    def train(self, checkpoints: Checkpoints | None = None, stop: StopRequest | None = None) -> None:
+        """To the end of the schedule, or until it is asked to stop; from the newest checkpoint if there is one."""
         if checkpoints is not None and self.run.checkpoints.resume:
             self._resume(checkpoints)
         for callback in self.callbacks:
             callback.on_start(self)
         batches = self.loader.batches(int(self.training.data["samples"]))
         every = self.run.checkpoints.every_steps
-        while self.step < self.run.schedule.steps:
+        stops = False
+        while not self.is_done and not stops:
             result = self._step(batches)
             for callback in self.callbacks:
                 callback.on_step(self, result)
-            is_last = self.step == self.run.schedule.steps
-            if checkpoints is not None and (is_last or (every is not None and self.step % every == 0)):
-                checkpoints.save(self.training)
+            stops = stop is not None and stop.agreed()
+            is_due = self.is_done or stops or (every is not None and self.step % every == 0)
+            if checkpoints is not None and is_due:
+                with self.beside("checkpoint"):
+                    checkpoints.save(self.training)
+        if checkpoints is not None:
+            with self.beside("checkpoint"):
+                checkpoints.wait()
         for callback in self.callbacks:
             callback.on_end(self)
-        if checkpoints is not None:
-            checkpoints.wait()
+
+    @contextmanager
+    def beside(self, what: str) -> Iterator[None]:
+        """Time that this host spends on something else than steps."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.beside_s[what] += time.perf_counter() - start_s
 
     def _resume(self, checkpoints: Checkpoints) -> None:
-        identity = {key: value for key, value in self.training.data.items() if key != "samples"}
+        identity = dict(self.mixture.identity)
         if checkpoints.load(self.training) is not None:
             saved = {key: value for key, value in self.training.data.items() if key != "samples"}
             check_identity(saved, identity)
 
     def _step(self, batches: Iterator[Batch]) -> StepResult:
-        start_s = time.perf_counter()
+        start = self._clock.mark()
         rate = self.run.optimizer.lr * rate_of_step(self.run.schedule, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         seed_ranks(self.grid, self.run.seed, self.step)
-        batch = next(batches)
+        with self.beside("data"):
+            batch = next(batches)
         with ExitStack() as around:
             for callback in self.callbacks:
                 around.enter_context(callback.around_step(self))
@@ -131,28 +168,32 @@ class Trainer:
             self.optimizer.zero_grad()
         self.training.step += 1
         self.training.data["samples"] = batch.next_sample
-        tokens = self.run.batch.tokens
-        return StepResult(self.step, loss, norm, rate, tokens, time.perf_counter() - start_s)
+        end = self._clock.mark()
+        return StepResult(self.step, loss, norm, rate, self.run.batch.tokens, self._clock, start, end)
 
     def _forward_and_backward(self, batch: Batch) -> Tensor:
         """The mean loss over the global batch; gradients of all micro-batches are sent with the last."""
-        inputs = {
-            name: tensor.to(self.grid.device, non_blocking=True) for name, tensor in batch.inputs.items()
-        }
+        inputs = {name: rows.to(self.grid.device, non_blocking=True) for name, rows in batch.inputs.items()}
         counted = count_labels(inputs["labels"], self.grid, shift=True)
-        chunks = zip(*(tensor.chunk(self.micro_batches) for tensor in inputs.values()), strict=True)
+        chunks = zip(*(rows.chunk(self.micro_batches) for rows in inputs.values()), strict=True)
         parts = [dict(zip(inputs, rows, strict=True)) for rows in chunks]
         total = torch.zeros((), device=self.grid.device)
         for i, part in enumerate(parts):
-            sends = i == len(parts) - 1
-            with nullcontext() if sends else accumulating(self.model):
+            is_last = i == len(parts) - 1
+            with nullcontext() if is_last else accumulating(self.model):
                 loss = self.model(**part, num_items_in_batch=counted).loss
                 loss.backward()
             total += loss.detach()
         return total
 
 
-def _micro_batches(rows: int, at_a_time: int | None) -> int:
+def micro_batches(rows: int, at_a_time: int | None) -> int:
+    """How many a rank's rows are taken in.
+
+    Example:
+        >>> micro_batches(8, 2), micro_batches(8, None)
+        (4, 1)
+    """
     if at_a_time is None or at_a_time >= rows:
         return 1
     if rows % at_a_time:

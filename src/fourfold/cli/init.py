@@ -1,0 +1,73 @@
+"""`fourfold init` and `fourfold config`: a file to start from, and what may stand in it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "init",
+        help="write a file to start from",
+        description="Write a run's file with every field and a sentence on it, and the config.json of a Llama of the chosen "
+        "size beside it.",
+    )
+    parser.add_argument("file", type=Path, help="the file to write, such as run.toml")
+    parser.add_argument("--size", default="10m", help="10m, 125m, 1b, 8b, 70b or 405b parameters (10m)")
+    parser.add_argument(
+        "--data", type=Path, default=Path("data"), help="the folder of the prepared data set (data)"
+    )
+    parser.add_argument(
+        "--model", help="a config.json, a folder or a hub id to use instead of the one that is written"
+    )
+    parser.set_defaults(run=init)
+
+    parser = commands.add_parser("config", help="what a run's file may hold")
+    parser.add_argument(
+        "file", nargs="?", type=Path, help="a run's file: check it, and show all that it says"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE")
+    parser.add_argument("--schema", action="store_true", help="the JSON Schema, for editors")
+    parser.set_defaults(run=config)
+
+
+def init(options: argparse.Namespace) -> int:
+    from fourfold.train.config import ConfigError
+    from fourfold.train.data.manifest import NAME, Manifest
+    from fourfold.train.describe_config import SIZES, model_config, starting_file
+
+    if options.size not in SIZES:
+        raise ConfigError(f"there is no size {options.size!r}; use one of {', '.join(SIZES)}")
+    if options.file.exists():
+        raise ConfigError(f"{options.file} is there already; remove it, or give another name")
+    model = Path(options.model) if options.model else options.file.with_suffix("") / "config.json"
+    written = [options.file]
+    if not options.model:
+        if not (options.data / NAME).exists():
+            raise ConfigError(
+                f"{options.data} is no prepared data set, and its tokenizer decides how many tokens the model knows; run "
+                f"`fourfold data prepare {options.data} TEXT --train-tokenizer 8192` first, or give --model"
+            )
+        vocabulary = Manifest.load(options.data).tokenizer.vocab_size
+        model.parent.mkdir(parents=True, exist_ok=True)
+        model.write_text(json.dumps(model_config(options.size, vocabulary), indent=2) + "\n")
+        written.append(model)
+    options.file.write_text(starting_file(options.size, model=str(model), data=str(options.data)))
+    print(f"wrote {' and '.join(map(str, written))}; next: fourfold train {options.file}")
+    return 0
+
+
+def config(options: argparse.Namespace) -> int:
+    from fourfold.train.config import RunConfig, load
+    from fourfold.train.describe_config import reference
+
+    if options.file is not None:
+        print(load(options.file, options.set).model_dump_json(indent=2))
+    elif options.schema:
+        print(json.dumps(RunConfig.model_json_schema(), indent=2))
+    else:
+        print(reference())
+    return 0

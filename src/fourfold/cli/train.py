@@ -1,0 +1,64 @@
+"""`fourfold train`: a run, on the ranks that are there or on ranks of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fourfold.train.config import RunConfig
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model as a file says",
+        description="Train a model as a TOML file says. Alone it starts a rank on every device that the grid needs, or on "
+        "the CPU; under torchrun or srun it joins the ranks that are there. Run the same command again after an "
+        "interruption: it goes on from the newest checkpoint, also on another grid.",
+    )
+    parser.add_argument("file", type=Path, help="the run's file; `fourfold init` writes one")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="change a field of the file, such as optimizer.lr=3e-4; as often as needed",
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="of this machine, where the planner chooses the grid (its GPUs)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from fourfold.train.config import load
+
+    config = load(options.file, options.set)
+    if _is_rank():
+        return _train(config, options)
+    from fourfold.train.start import check, local_ranks, start_ranks
+
+    ranks = local_ranks(config, options.ranks)
+    check(config)
+    if ranks == 1:
+        return _train(config, options)
+    command = [str(options.file), *(f"--set={change}" for change in options.set)]
+    return start_ranks(ranks, ["train", *command])
+
+
+def _is_rank() -> bool:
+    """Started by torchrun, or as a task of srun; an sbatch script alone has no step."""
+    return "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+
+
+def _train(config: RunConfig, options: argparse.Namespace) -> int:
+    from fourfold.train.run import train  # torch takes seconds to import
+
+    is_done = train(config)
+    if not is_done and os.environ.get("RANK", "0") == "0":
+        print(f"stopped and saved; the same command goes on: fourfold train {options.file}", file=sys.stderr)
+    return 0  # a stop that was asked for is no failure: torchrun must not start the ranks again

@@ -1,0 +1,62 @@
+"""A run from its file to its end, on every rank: the order of everything beside the loop."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+
+from fourfold.grid import Grid, join_world
+from fourfold.train.automatic import choose_layout
+from fourfold.train.checkpoint.save import Checkpoints
+from fourfold.train.config import RunConfig
+from fourfold.train.console import Lines
+from fourfold.train.evaluate import Evaluation
+from fourfold.train.metrics import JsonLines, TensorBoard
+from fourfold.train.stop import StopRequest
+from fourfold.train.trainer import Callback, Trainer
+
+
+def train(run: RunConfig) -> bool:
+    """Train to the end of the schedule; False if it was asked to stop before, and has saved."""
+    with ExitStack() as ends:
+        if not dist.is_initialized():
+            join_world()
+            ends.callback(dist.destroy_process_group)
+        run = on_all_ranks(run)
+        shape = (run.grid.data, run.grid.z, run.grid.y, run.grid.x)
+        trainer = Trainer(run, Grid.create(shape), callbacks_of(run))
+        checkpoints = ends.enter_context(Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep))
+        stop = StopRequest()
+        ends.callback(stop.close)
+        with stop.listening():
+            trainer.train(checkpoints, stop)
+        return trainer.is_done
+
+
+def on_all_ranks(run: RunConfig) -> RunConfig:
+    """The run with its grid settled; where the planner chooses it, one rank asks for all."""
+    if not run.grid.auto:
+        return run
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = choose_layout(run, dist.get_world_size())
+        except ValueError as refusal:
+            answer[1] = str(refusal)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise ValueError(answer[1])
+    chosen: RunConfig = answer[0]
+    return chosen
+
+
+def callbacks_of(run: RunConfig) -> list[Callback]:
+    """Evaluation first: those after it show what it found."""
+    logging = run.logging
+    callbacks: list[Callback] = [Evaluation(run.evaluation.sequences, run.evaluation.every_steps)]
+    callbacks += [Lines(logging.every_steps), JsonLines(logging.folder, logging.every_steps)]
+    if logging.tensorboard:
+        callbacks.append(TensorBoard(logging.folder, logging.every_steps))
+    return callbacks

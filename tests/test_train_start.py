@@ -1,0 +1,121 @@
+"""What is refused before a rank starts, the planner's choice of a grid, and the command itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cli.main import main
+from fourfold.train.automatic import choose_layout
+from fourfold.train.config import from_dict
+from fourfold.train.describe_config import toml_value
+from fourfold.train.start import check, local_ranks
+from fourfold.train.trainer import micro_batches
+from tests.training import on, write_run
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+def as_toml(values: dict[str, Any]) -> str:
+    top = [f"{name} = {toml_value(value)}" for name, value in values.items() if not isinstance(value, dict)]
+    for section, fields in values.items():
+        if isinstance(fields, dict):
+            top += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in fields.items())]
+    return "\n".join(top) + "\n"
+
+
+def test_a_batch_that_does_not_divide_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"are 8 sequences, which do not divide over data.z = 3 ranks; use 144"
+    ):
+        check(on(values, (3, 1, 1, 1)))
+    with pytest.raises(
+        ValueError, match="micro_batch_sequences=3 does not divide the 4 sequences of a rank; use 2"
+    ):
+        check(on(values, (2, 1, 1, 1), batch={"micro_batch_sequences": 3}))
+    assert micro_batches(4, 2) == 2
+
+
+def test_a_model_that_knows_too_few_tokens_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((Path(values["model"]["pretrained"]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    with pytest.raises(
+        ValueError, match="the model knows 100 tokens, the data has 131; set vocab_size to 131"
+    ):
+        check(on(values | {"model": {"config": str(tmp_path)}}, (1, 1, 1, 1)))
+    with pytest.raises(ValueError, match=r"model.config: there is no .*missing.json"):
+        check(on(values | {"model": {"config": str(tmp_path / "missing.json")}}, (1, 1, 1, 1)))
+
+
+def test_ranks_are_those_of_the_grid_or_asked_for(values: dict[str, Any]) -> None:
+    assert local_ranks(on(values, (1, 2, 2, 2)), None) == 8
+    with pytest.raises(ValueError, match=r"--ranks 4 does not fit the grid data.z.y.x = 8"):
+        local_ranks(on(values, (1, 2, 2, 2)), 4)
+    automatic = from_dict(values | {"grid": {"auto": True, "cluster": "dgx-h100"}})
+    assert local_ranks(automatic, 4) == 4
+
+
+def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
+    run = from_dict(values | {"grid": {"auto": True, "cluster": "dgx-h100"}})
+    chosen = choose_layout(run, 8, simulate=0, quiet=True)
+    assert chosen.grid.size == 8
+    assert not chosen.grid.auto
+    check(chosen)
+    with pytest.raises(ValueError, match="no layout of 131072 ranks can train this model on dgx-h100"):
+        choose_layout(run, 131072, simulate=0, quiet=True)
+
+
+def test_init_writes_a_run_that_loads(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    file, data = tmp_path / "run.toml", values["data"]["sources"][0]["path"]
+    assert main(["init", str(file), "--size", "10m", "--data", data]) == 0
+    assert main(["config", str(file), "--set", "optimizer.lr=0.5"]) == 0
+    shown = json.loads(capsys.readouterr().out.split("\n", 1)[1])
+    assert shown["optimizer"]["lr"] == 0.5
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["vocab_size"] == 131
+    assert main(["init", str(file), "--data", data]) == 2  # never overwritten
+    assert main(["init", str(tmp_path / "other.toml"), "--size", "7b", "--data", data]) == 2
+    assert main(["init", str(tmp_path / "other.toml"), "--data", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    for words in ("is there already", "no size '7b'; use one of 10m", "is no prepared data set"):
+        assert words in said
+
+
+@pytest.mark.limit(120)
+def test_the_command_starts_ranks_stops_when_asked_and_goes_on(tmp_path: Path) -> None:
+    """SIGTERM reaches the ranks through torchrun's launcher; what they saved is where the next command begins."""
+    values = write_run(tmp_path)
+    values["schedule"]["steps"] = 100_000
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml(values))
+    command = [sys.executable, "-m", "fourfold", "train", str(file), "--set", "grid.x=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "logs" / "metrics.jsonl"
+    try:
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert "stopped and saved" in said, said
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    folders = sorted(int(p.name.split("-")[1]) for p in (tmp_path / "checkpoints").iterdir())
+    assert folders[-1] == steps[-1]
+    more = ["--set", f"schedule.steps={steps[-1] + 2}"]
+    result = subprocess.run(
+        [*command[:-2], *more], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    again = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert again == list(range(1, steps[-1] + 3))

@@ -1,0 +1,116 @@
+"""A small run: drawn text, a model with weights in a folder, and the loop that stock PyTorch would run on it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from fourfold.grid import Grid
+from fourfold.train.checkpoint import Checkpoints
+from fourfold.train.config import RunConfig, from_dict
+from fourfold.train.data.mixture import open_mixture
+from fourfold.train.schedule import rate_of_step
+from fourfold.train.stop import StopRequest
+from fourfold.train.trainer import Callback, StepResult, Trainer
+from tests import prepared
+from tests.models import VOCABULARY, build
+
+LENGTH = 16
+Shape = tuple[int, int, int, int]
+
+
+def write_run(folder: Path, kind: str = "llama", **changes: Any) -> dict[str, Any]:
+    """What the run's file says: a model and data in ``folder``, 6 steps of 8 sequences."""
+    drawn = np.random.default_rng(0)
+    documents = [drawn.integers(1, VOCABULARY, size) for size in drawn.integers(3, 60, 60)]
+    prepared.write(folder / "data", documents[:50], documents[50:])
+    build(kind, **changes).save_pretrained(folder / "model")
+    return {
+        "seed": 3,
+        "model": {"pretrained": str(folder / "model")},
+        "data": {"sources": [{"path": str(folder / "data")}], "sequence_length": LENGTH},
+        "batch": {"tokens": 8 * LENGTH},
+        "optimizer": {"lr": 1e-2, "eps": 1e-4, "max_norm": 0.5},
+        "schedule": {"steps": 6, "warmup_steps": 2},
+        "engine": {"precision": "fp32"},
+        "checkpoints": {"folder": str(folder / "checkpoints"), "every_steps": 2},
+        "evaluation": {"sequences": 8},
+        "logging": {"folder": str(folder / "logs"), "every_steps": 1},
+    }
+
+
+def on(values: dict[str, Any], shape: Shape, **sections: dict[str, Any]) -> RunConfig:
+    """The run on a grid, with fields changed."""
+    changed = {name: {**values.get(name, {}), **fields} for name, fields in sections.items()}
+    return from_dict(values | changed | {"grid": dict(zip(("data", "z", "y", "x"), shape, strict=True))})
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.by_step: dict[int, float] = {}
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        self.by_step[result.step] = float(result.loss)
+
+
+class StopAt(Callback):
+    """One rank is asked to stop."""
+
+    def __init__(self, step: int, rank: int, request: StopRequest) -> None:
+        self._step, self._rank, self._request = step, rank, request
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step == self._step and torch.distributed.get_rank() == self._rank:
+            self._request.request()
+
+
+def train(
+    run: RunConfig, *callbacks: Callback, saves: bool = False, stop_at: int | None = None
+) -> tuple[dict[int, float], dict[str, Tensor]]:
+    """(the loss by step, this rank's weights at the end)."""
+    losses = Losses()
+    shape = (run.grid.data, run.grid.z, run.grid.y, run.grid.x)
+    trainer = Trainer(run, Grid.create(shape), [*callbacks, losses])
+    request = StopRequest()
+    if stop_at is not None:
+        trainer.callbacks.append(StopAt(stop_at, trainer.grid.mesh.size() - 1, request))
+    if saves:
+        with Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep) as checkpoints:
+            trainer.train(checkpoints, request)
+    else:
+        trainer.train(None, request)
+    request.close()
+    return losses.by_step, {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
+
+
+def stock_losses(run: RunConfig) -> dict[int, float]:
+    """One process, no part of the engine: the model of transformers, the loss of PyTorch, torch.optim.AdamW."""
+    model = AutoModelForCausalLM.from_pretrained(run.model.pretrained).train()
+    decaying = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    section = run.optimizer
+    groups = [
+        {"params": decaying, "weight_decay": section.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
+    sources = [(source.path, source.weight) for source in run.data.sources]
+    mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed)
+    losses = {}
+    for step in range(run.schedule.steps):
+        samples = mixture.samples(step * run.sequences, (step + 1) * run.sequences)
+        ids, labels, positions = (torch.from_numpy(np.stack(rows)) for rows in zip(*samples, strict=True))
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        if section.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), section.max_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = section.lr * rate_of_step(run.schedule, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step + 1] = float(loss.detach())
+    return losses
