@@ -25,7 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.stock import Stock, mixture_of, rows
-from fourfold.train.config import RunConfig, load
+from fourfold.train.config import RunConfig, load_run
 from fourfold.train.data.manifest import Manifest
 from fourfold.train.describe_config import toml_value
 
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(name)
         prepare(folder, options.megabytes, options.vocabulary)
         file = write_run(folder, options)
-        run = load(file)
+        run = load_run(file)
         print(
             f"{len(mixture_of(run)):,} samples of {options.length} tokens, {options.steps} steps", flush=True
         )
