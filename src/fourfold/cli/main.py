@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fourfold.cli import calibrate, checkpoint, data, dryrun, plan
+from fourfold.cli import calibrate, checkpoint, data, dryrun, export, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dryrun.add_to(commands)
     calibrate.add_to(commands)
     checkpoint.add_to(commands)
+    export.add_to(commands)
     data.add_to(commands)
     options = parser.parse_args(arguments)
     try:

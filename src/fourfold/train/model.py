@@ -23,7 +23,8 @@ def build_model(
     assert where is not None
     config: Any = AutoConfig.from_pretrained(where)
     with torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(config)
+        # Masters are fp32, also of weights that are stored in fewer bits, as config.json then says.
+        module: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     report = parallelize(
         module,
         grid,
