@@ -124,7 +124,7 @@ def _choose(where: str | os.PathLike[str], step: int | None) -> tuple[Folder, in
 
 def _split(out: str | os.PathLike[str]) -> tuple[Folder, str]:
     folder, name = os.path.split(os.fspath(out).rstrip("/"))
-    if name in ("", ".", "..") or folder.endswith(":/"):
+    if name in ("", ".", "..") or name.endswith(":") or folder.endswith(":/"):
         raise ValueError(f"{os.fspath(out)!r} names no folder to make; give one that does not exist yet")
     return open_folder(folder or "."), name
 
