@@ -92,8 +92,11 @@ def test_the_command_exports_a_step_or_the_newest(run: Path, tmp_path: Path) -> 
         assert torch.equal(parameter, newest[name]), name
 
 
-def test_weights_are_cast_on_request(run: Path, tmp_path: Path) -> None:
+def test_weights_are_cast_on_request_in_blocks_of_any_size(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     export(run, tmp_path / "wide")
+    monkeypatch.setattr("fourfold.train.checkpoint.storage.READ_BYTES", 1000)
     assert main(["export", str(run), str(tmp_path / "half"), "--dtype", "bf16"]) == 0
     wide, half = tensors(tmp_path / "wide"), tensors(tmp_path / "half")
     assert {t.dtype for t in wide.values()} == {torch.float32}
@@ -261,7 +264,7 @@ def test_a_tokenizer_that_is_not_there_or_does_not_fit_is_told(run: Path, tmp_pa
 
 def save_large(folder: str) -> None:
     """One tensor is most of the model."""
-    training = start((1, 1, 1, 1), "llama", vocab_size=500_000, hidden_size=64, tie_word_embeddings=True)
+    training = start((1, 1, 1, 1), "llama", vocab_size=1_000_000, hidden_size=64, tie_word_embeddings=True)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(Training(training.model, training.optimizer, training.report))
 
@@ -277,11 +280,10 @@ def test_memory_stays_far_below_the_model(
     pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.run(save_large, 1, str(tmp_path / "run"))
-    rise_mb(tmp_path / "run", tmp_path / "warm")  # imports, and what malloc keeps
     rise = rise_mb(tmp_path / "run", tmp_path / "out")
     size_mb = (tmp_path / "out" / "model.safetensors").stat().st_size / 1e6
-    assert size_mb > 120
-    assert rise < 70 < 0.6 * size_mb
+    assert size_mb > 250
+    assert rise < 100  # three blocks of 16 MiB, and what malloc keeps of them
     # The measure sees a tensor that is held whole.
     monkeypatch.setattr("fourfold.train.checkpoint.storage.READ_BYTES", 2**40)
     assert rise_mb(tmp_path / "run", tmp_path / "whole") > size_mb

@@ -236,14 +236,15 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def read_rows(reader: Reader, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """A tensor put together without a grid, in ``dtype``: some rows after others, so that no more are in memory."""
+    """A tensor put together without a grid, in ``dtype``: some rows after others, in the same memory each time."""
     tensor = tensors(reader.metadata)[name]
     dtype = dtype or tensor.properties.dtype
     shape = tuple(tensor.size) or (1,)  # a single number is a row of one
     rows_at_once = max(1, READ_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    buffer = torch.empty((min(rows_at_once, shape[0]), *shape[1:]), dtype=dtype)
     for first in range(0, shape[0], rows_at_once):
         stop = min(first + rows_at_once, shape[0])
-        rows = torch.empty((stop - first, *shape[1:]), dtype=dtype)
+        rows = buffer[: stop - first]
         for chunk in tensor.chunks:
             offset, sizes = tuple(chunk.offsets) or (0,), tuple(chunk.sizes) or (1,)
             low, high = max(first, offset[0]), min(stop, offset[0] + sizes[0])
