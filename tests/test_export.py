@@ -264,7 +264,7 @@ def test_a_tokenizer_that_is_not_there_or_does_not_fit_is_told(run: Path, tmp_pa
 
 def save_large(folder: str) -> None:
     """One tensor is most of the model."""
-    training = start((1, 1, 1, 1), "llama", vocab_size=1_000_000, hidden_size=64, tie_word_embeddings=True)
+    training = start((1, 1, 1, 1), "llama", vocab_size=700_000, hidden_size=64, tie_word_embeddings=True)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(Training(training.model, training.optimizer, training.report))
 
@@ -282,8 +282,7 @@ def test_memory_stays_far_below_the_model(
     pool.run(save_large, 1, str(tmp_path / "run"))
     rise = rise_mb(tmp_path / "run", tmp_path / "out")
     size_mb = (tmp_path / "out" / "model.safetensors").stat().st_size / 1e6
-    assert size_mb > 250
-    assert rise < 100  # three blocks of 16 MiB, and what malloc keeps of them
+    assert rise < 90 < 0.51 * size_mb  # three blocks of 16 MiB, and what malloc keeps of them
     # The measure sees a tensor that is held whole.
     monkeypatch.setattr("fourfold.train.checkpoint.storage.READ_BYTES", 2**40)
     assert rise_mb(tmp_path / "run", tmp_path / "whole") > size_mb
