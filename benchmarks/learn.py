@@ -47,7 +47,7 @@ def prepare(folder: Path, megabytes: float, vocabulary: int) -> None:
             if size > megabytes * 1e6:
                 break
     command = ["data", "prepare", str(folder / "data"), str(corpus), "--train-tokenizer", str(vocabulary)]
-    fourfold(*command, "--validation", "0.02")
+    fourfold(*command, "--validation", "0.05")
 
 
 def fourfold(*arguments: str, threads: int = 1) -> None:
