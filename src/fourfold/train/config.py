@@ -91,9 +91,12 @@ class OptimizerSection(Section):
     """The optimizer and what happens to gradients before it."""
 
     name: Literal["adamw", "muon"] = Field(
-        "adamw", description="AdamW, or Muon for matrices with AdamW for the rest."
+        "adamw", description="AdamW, or Muon for the matrices of the blocks with AdamW for the rest."
     )
-    lr: PositiveFloat = Field(3e-4, description="The learning rate after warm-up.")
+    lr: PositiveFloat = Field(
+        3e-4, description="The learning rate after warm-up; Muon scales it to updates of AdamW's size."
+    )
+    momentum: Fraction = Field(0.95, description="Muon's momentum; AdamW has none.")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW's two rates of decay.")
     eps: PositiveFloat = Field(1e-8, description="AdamW's smallest denominator.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(

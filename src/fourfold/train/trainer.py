@@ -71,7 +71,7 @@ class Trainer:
         self.mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed)
         self.loader = Loader(self.mixture, grid, run.sequences, read_ahead=run.data.read_ahead)
         self.model, self.report = build_model(run.model, run.engine, grid, run.seed)
-        self.optimizer = build_optimizer(self.model, run.optimizer)
+        self.optimizer = build_optimizer(self.model, run.optimizer, self.report)
         self.training = Training(
             self.model,
             self.optimizer,
