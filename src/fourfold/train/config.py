@@ -157,7 +157,16 @@ class EngineSection(Section):
         "none", description="Recompute activations in backward."
     )
     weights: Literal["auto", "fsdp2", "streamed"] = Field("auto", description="Who gathers weights over z.")
-    compile: bool = Field(False, description="torch.compile the blocks, where that works.")
+    compile: bool = Field(False, description="Refused if true: with compiled blocks a grid is not exact.")
+
+    @model_validator(mode="after")
+    def not_compiled(self) -> EngineSection:
+        if self.compile:
+            raise ValueError(
+                "compile=true is refused: with blocks under torch.compile a grid's gradients are not those of one process "
+                "(docs/decisions/0016-compile.md); leave it false"
+            )
+        return self
 
 
 class CheckpointSection(Section):
