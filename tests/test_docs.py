@@ -23,11 +23,12 @@ def run_examples(name: str, folder: str) -> tuple[int, list[str]]:
     config = small_config()
     grid = ff.Grid.create((1, 1, 1, 1))
     model = LlamaForCausalLM(config)
-    ff.parallelize(model, grid)
+    report = ff.parallelize(model, grid)
     ids = torch.randint(131, (2, 8))
     given = {
         "grid": grid,
         "model": model,
+        "report": report,
         "ids": ids,
         "items": 14,
         "folder": Path(folder),
