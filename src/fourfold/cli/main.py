@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fourfold.cli import calibrate, checkpoint, data, dryrun, plan
+from fourfold.cli import calibrate, checkpoint, data, dryrun, launch, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calibrate.add_to(commands)
     checkpoint.add_to(commands)
     data.add_to(commands)
+    launch.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
