@@ -14,7 +14,8 @@ MORE_STEPS = 3  # after a resume; before one it goes on until it is warned
 
 
 def main(folder: Path) -> int:
-    import torch.distributed as dist
+    (folder / "young").touch()
+    import torch.distributed as dist  # takes seconds, in which a warning goes unheard
 
     try:
         return count(folder)
@@ -42,6 +43,9 @@ def count(folder: Path) -> int:
         warned = torch.tensor(bool(heard), dtype=torch.int64)
         dist.all_reduce(warned)
         if warned:
+            patience = time.monotonic() + 10  # the signal reaches two nodes at two times
+            while not heard and time.monotonic() < patience:
+                time.sleep(0.01)
             by_rank: list[list[str]] = [[] for _ in range(world)]
             dist.all_gather_object(by_rank, heard)
             if rank == 0:

@@ -166,7 +166,7 @@ def test_a_pod_that_is_told_to_end_saves_first_and_says_so(tmp_path):
     ]
     command = [f"--master-port={port}" if part.startswith("--master-port") else part for part in command]
     with subprocess.Popen([*command, "tests.slurm_rank", str(tmp_path)]) as pod:
-        wait_until((tmp_path / "rank-0-from-0").exists, "rank", 60)
+        wait_until((tmp_path / "young").exists, "rank", 60)  # too young to hear the first warning
         os.kill(pod.pid, signal.SIGTERM)
-        assert pod.wait(30) == 85
+        assert pod.wait(60) == 85
     assert json.loads((tmp_path / "saved.json").read_text())["heard"][0][0] == "SIGUSR1"

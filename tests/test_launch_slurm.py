@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def said(folder: Path) -> str:
     return "\n".join(f"== {p}\n{p.read_text()}" for p in sorted(folder.rglob("logs/**/*")) if p.is_file())
 
 
-def reach(job: str, wanted: str, folder: Path, limit_s: float = 60) -> None:
+def reach(job: str, wanted: str, folder: Path, limit_s: float = 90) -> None:
     wait_until(lambda: state(job) in (wanted, *ENDED), f"{wanted} job", limit_s)
     assert state(job) == wanted, said(folder)
 
@@ -72,7 +73,7 @@ def test_a_warned_job_saves_is_requeued_and_goes_on(tmp_path):
     folder = tmp_path / "with a space"
     folder.mkdir()
     job = submit_job(job_of(folder, ["-m", "tests.slurm_rank", str(folder)]))
-    wait_until(lambda: len(list(folder.glob("rank-*-from-0"))) == 2, "two ranks", 60)
+    wait_until(lambda: len(list(folder.glob("rank-*-from-0"))) == 2, "two ranks", 90)
     # What Slurm does $warning_s before the time limit.
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
     reach(job, "PENDING", folder)
@@ -96,7 +97,7 @@ def test_a_warned_job_saves_is_requeued_and_goes_on(tmp_path):
 @pytest.mark.usefixtures("cluster")
 def test_a_cancelled_job_saves_and_is_not_requeued(tmp_path):
     job = submit_job(job_of(tmp_path, ["-m", "tests.slurm_rank", str(tmp_path)], nodes=1))
-    wait_until((tmp_path / "rank-0-from-0").exists, "rank", 60)
+    wait_until((tmp_path / "rank-0-from-0").exists, "rank", 90)
     subprocess.run(["scancel", job], check=True)
     wait_until((tmp_path / "saved.json").exists, "checkpoint", 20)
     wait_until(lambda: not slurm.ask("squeue", "-h"), "empty queue", 30)
@@ -108,6 +109,17 @@ def test_a_run_that_fails_fails_its_job(tmp_path):
     job = submit_job(job_of(tmp_path, ["--no-python", "false"], nodes=1))
     reach(job, "FAILED", tmp_path)
     assert "start 0 ended with status 1" in (tmp_path / f"logs/slurm-{job}.out").read_text()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ranks_that_do_not_end_are_requeued_as_they_are(tmp_path):
+    job = replace(job_of(tmp_path, ["--no-python", "sleep", "100"], nodes=1), warning_s=10)
+    number = submit_job(job)
+    wait_until(lambda: list(tmp_path.glob(f"logs/{number}/node-0/*")), "agent", 90)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", number], check=True)
+    reach(number, "PENDING", tmp_path, 30)
+    assert "did not end in time" in (tmp_path / f"logs/slurm-{number}.out").read_text()
+    subprocess.run(["scancel", number], check=True)
 
 
 # -- the script, without a Slurm ----------------------------------------------------------------------------------------
@@ -157,6 +169,7 @@ def test_a_dry_run_writes_and_submits_nothing(run, capsys, monkeypatch):
         (["--nodes", "0"], ["--nodes 0"]),
         (["--nodes", "4", "--set", "checkpoints.resume=false"], ["checkpoints.resume"]),
         (["--nodes", "4", "--set", "grid.dat=2"], ["'data'"]),
+        (["--nodes", "4", "--time", "3:30"], ["210 s", "120 s", "4 minutes"]),
         (["--nodes", "4", "--sbatch", "signal=USR2@60"], ["--warning-s"]),
         (["--nodes", "4", "--sbatch", "-p gpu"], ["no option of sbatch"]),
         (["--nodes", "4", "--sbatch", "comment=two words"], ["space"]),

@@ -54,6 +54,13 @@ class SlurmJob:
     def __post_init__(self) -> None:
         if self.warning_s < 10:
             raise ValueError(f"--warning-s {self.warning_s} leaves no time to save; use 10 or more")
+        limit_s = _seconds(self.options.get("time"))
+        # Slurm may be a minute early.
+        if limit_s is not None and limit_s < self.warning_s + 120:
+            raise ValueError(
+                f"a time limit of {limit_s} s leaves too little before the warning, {self.warning_s} s before its end; "
+                f"use --time of {-(-(self.warning_s + 120) // 60)} minutes or more, or a smaller --warning-s"
+            )
         for option, value in self.options.items():
             if option in SET_HERE:
                 instead = SET_HERE[option]
@@ -67,6 +74,25 @@ class SlurmJob:
                 )
             if value is not None and re.search(r"[\s#]", value):
                 raise ValueError(f"--sbatch {option}={value!r} has a space or a #, which ends its line early")
+
+
+def _seconds(limit: str | None) -> int | None:
+    """A time limit as sbatch reads it; None where there is none, or sbatch is to say what is wrong with it.
+
+    Example:
+        >>> [_seconds(limit) for limit in ("90", "90:30", "1:30:00", "2-0", "1-12:30", "infinite")]
+        [5400, 5430, 5400, 172800, 131400, None]
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit or "")
+    if found is None:
+        return None
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    # The first number is hours after days or among three, and minutes otherwise.
+    first_s = 3600 if days is not None or len(numbers) == 3 else 60
+    return int(days or 0) * 86400 + sum(
+        n * unit for n, unit in zip(numbers, (first_s, first_s // 60, 1), strict=False)
+    )
 
 
 def render(job: SlurmJob) -> str:

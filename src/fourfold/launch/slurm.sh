@@ -1,4 +1,11 @@
 
+# -- the warning: Slurm sends USR1 to this script alone, $warning_s seconds before the time limit
+warned=no
+trap 'warned=yes' USR1
+# TERM: somebody cancels the job, or Slurm ends it. The ranks get it too, and save; who wants it again says so.
+ended=no
+trap 'ended=yes' TERM
+
 # -- where the agents meet: on the first host, at the address by which Slurm reaches it, on a port of this job
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol --oneliner show node "$first" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
@@ -8,20 +15,14 @@ start=${SLURM_RESTART_COUNT:-0}
 export meeting=$SLURM_JOB_ID.$start
 echo "job $SLURM_JOB_ID, start $start, $(date '+%F %T'): $nodes nodes of $ranks_per_node ranks meet at $address:$port"
 
-# -- the warning: Slurm sends USR1 to this script alone, $warning_s seconds before the time limit
-warned=no
-trap 'warned=yes' USR1
-# TERM: somebody cancels the job, or Slurm ends it. The ranks get it too, and save; who wants it again says so.
-ended=no
-trap 'ended=yes' TERM
-
 # -- one agent on each node, which starts the ranks
 # The meeting is static: nodes keep Slurm's order, which knows the network, and no agent fails for asking the first one
 # about newcomers when that one has ended already, as with c10d.
 mkdir -p "$logs/$SLURM_JOB_ID"
 # A node that ends first is no reason to kill the others, which may still be saving: they have a minute.
+# The ranks of a node are in one task of Slurm, and are not to share the one core that a task may be bound to.
 # Since Slurm 22.05 srun does not take --cpus-per-task from the job by itself.
-srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60 \
+srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60 --cpu-bind=none \
     ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
     --open-mode=append --output="$logs/%j/node-%n.log" \
     bash -c 'python=$1; shift
