@@ -81,7 +81,7 @@ def test_a_warned_job_saves_is_requeued_and_goes_on(tmp_path):
     assert all("SIGUSR1" in heard for heard in saved["heard"]), saved
     # Slurm lets a requeued job wait for two minutes. Seconds are enough, but they are needed: a node that ended a job
     # in this very second takes it for killed.
-    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+3"], check=True)
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], check=True)
     reach(job, "COMPLETED", folder)
     assert len(list(folder.glob(f"rank-*-from-{saved['step']}"))) == 2
     log = (folder / f"logs/slurm-{job}.out").read_text()

@@ -56,7 +56,8 @@ if [ "$warned" = yes ]; then
         status=1
     else
         wait "$step"
-        status=$?
+        last=$?
+        [ "$last" = 127 ] || status=$last # 127: the warning came after the end, which is known already
     fi
 fi
 
