@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 MORE_STEPS = 3  # after a resume; before one it goes on until it is warned
+LIMIT_S = 120.0  # of a rank whose test has failed
 
 
 def main(folder: Path) -> int:
@@ -37,9 +38,11 @@ def count(folder: Path) -> int:
     print(f"rank {rank} of {world} on {os.environ.get('SLURMD_NODENAME')} starts at step {first}", flush=True)
     (folder / f"rank-{rank}-from-{first}").touch()
     step = first
+    end = time.monotonic() + LIMIT_S
     while not first or step < first + MORE_STEPS:
         time.sleep(0.05)
         step += 1
+        assert time.monotonic() < end, "nobody warned this rank"
         warned = torch.tensor(bool(heard), dtype=torch.int64)
         dist.all_reduce(warned)
         if warned:
