@@ -1,6 +1,6 @@
 """torchrun with an ending that a batch system can read: a warning lets the ranks save, and their status comes out.
 
-torchrun alone does neither (seen in torch 2.13.0). It dies of SIGUSR1, and its ranks with it. On SIGTERM it passes the
+torchrun alone does neither (seen in torch 2.13.0). It dies of SIGUSR1, and leaves its ranks behind. On SIGTERM it passes the
 signal on, but kills what has not ended after 30 seconds. And whatever the ranks end with, it ends with 1, so that
 "saved, to be continued" looks like a crash. All options are torchrun's.
 """
