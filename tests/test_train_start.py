@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from fourfold import RankPool
 from fourfold.cli.main import main
 from fourfold.launch import CONTINUE
 from fourfold.train.automatic import choose_layout
-from fourfold.train.config import from_dict
+from fourfold.train.config import RunConfig, from_dict
+from fourfold.train.run import on_all_ranks
 from fourfold.train.start import check, local_ranks
 from fourfold.train.trainer import micro_batches
 from tests.training import as_toml, on, write_run
@@ -64,6 +66,26 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
     check(chosen)
     with pytest.raises(ValueError, match="no layout of 131072 ranks can train this model on dgx-h100"):
         choose_layout(run, 131072, simulate=0, quiet=True)
+
+
+def refused_by(run: RunConfig) -> str:
+    try:
+        on_all_ranks(run)
+    except ValueError as refusal:
+        return str(refusal)
+    return "nothing"
+
+
+@pytest.mark.limit(30)
+def test_what_the_planner_fails_of_reaches_all_ranks(
+    pool: RankPool, values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also what is no refusal: a folder in the place of the cluster's file. The others wait for rank 0's answer."""
+    (tmp_path / "cluster.toml").mkdir()
+    run = from_dict(values | {"grid": {"auto": True, "cluster": str(tmp_path / "cluster.toml")}})
+    first, other = pool.run(refused_by, 2, run)
+    assert first == other
+    assert "Is a directory" in first
 
 
 def test_init_writes_a_run_that_loads(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:

@@ -41,8 +41,8 @@ def on_all_ranks(run: RunConfig) -> RunConfig:
     if dist.get_rank() == 0:
         try:
             answer[0] = choose_layout(run, dist.get_world_size())
-        except ValueError as refusal:
-            answer[1] = str(refusal)
+        except Exception as refusal:  # whatever it is, the others wait for an answer
+            answer[1] = str(refusal) if isinstance(refusal, ValueError | OSError) else repr(refusal)
     dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         raise ValueError(answer[1])
