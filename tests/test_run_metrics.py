@@ -113,6 +113,18 @@ def test_a_killed_run_goes_on_behind_its_checkpoint(
     ]
 
 
+def test_tokens_are_those_of_every_batch_so_far(
+    pool: RankPool, values: dict[str, Any], tmp_path: Path
+) -> None:
+    run = fresh(values, tmp_path)
+    pool.run(watch, 1, run, stop_at=2)
+    done = int(read_metrics(run.logging.folder)[-1]["step"])
+    doubled = run.model_copy(update={"batch": run.batch.model_copy(update={"tokens": 2 * run.batch.tokens})})
+    pool.run(watch, 1, doubled)
+    last = read_metrics(run.logging.folder)[-1]
+    assert last["tokens"] == (done + 2 * (last["step"] - done)) * run.batch.tokens
+
+
 def test_a_new_run_sets_the_lines_of_another_aside(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:

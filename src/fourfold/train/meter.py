@@ -67,7 +67,8 @@ class Meter(Callback):
         figures: dict[str, float] = {
             "seconds": step_s,
             "tokens_per_s": last.tokens / step_s,
-            "tokens": float(last.step) * last.tokens,
+            # Not from the step: a run may be resumed with another batch.
+            "tokens": trainer.training.data["samples"] * trainer.run.data.sequence_length,
             "steps": steps,
             "time": time.time(),
             "memory_bytes": memory_bytes(trainer.grid.device),
