@@ -10,6 +10,7 @@ from torch import Tensor
 from fourfold import RankPool
 from fourfold.train.config import RunConfig
 from fourfold.train.evaluate import Evaluation
+from fourfold.train.trainer import Callback, StepResult, Trainer
 from tests.training import Shape, on, stock_losses, train, write_run
 
 SAME, ACROSS = 1e-6, 1e-5  # relative; grids sum in different orders
@@ -109,12 +110,49 @@ def test_other_data_is_refused_in_the_middle_of_a_run(pool: RankPool, tmp_path: 
         pool.run(train, 1, on(values | {"seed": 4}, (1, 1, 1, 1)), saves=True)
 
 
+def test_a_folder_with_checkpoints_is_not_begun_anew(pool: RankPool, tmp_path: Path) -> None:
+    """Refused before the first step: two runs in one folder would meet at a step that both save, and mix when resumed."""
+    values = write_run(tmp_path)
+    pool.run(train, 2, on(values, (1, 1, 1, 2)), saves=True, stop_at=1)
+    anew = on(values, (1, 1, 1, 2), checkpoints={"resume": False})
+    with pytest.raises(Exception, match=r"resume=false.*checkpoints has step-2.*another checkpoints\.folder"):
+        pool.run(train, 2, anew, saves=True)
+    elsewhere = on(values, (1, 1, 1, 2), checkpoints={"resume": False, "folder": str(tmp_path / "other")})
+    ((losses, _), _) = pool.run(train, 2, elsewhere, saves=True)
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+
+
+class Options(Callback):
+    """What the optimizer works with."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, tuple[float, float], float]] = []
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        group = trainer.optimizer.param_groups[0]
+        self.seen.append((group["weight_decay"], group["betas"], group["eps"]))
+
+
+def options_of(run: RunConfig, stop_at: int | None = None) -> list[tuple[float, tuple[float, float], float]]:
+    options = Options()
+    train(run, options, saves=True, stop_at=stop_at)
+    return options.seen
+
+
+def test_a_resumed_run_obeys_its_file(pool: RankPool, tmp_path: Path) -> None:
+    """As with the rate: what the file says of the optimizer now, not what it said when the checkpoint was saved."""
+    values = write_run(tmp_path)
+    pool.run(options_of, 1, on(values, (1, 1, 1, 1)), stop_at=1)
+    other = {"weight_decay": 0.5, "betas": [0.8, 0.99], "eps": 1e-3}
+    (seen,) = pool.run(options_of, 1, on(values, (1, 1, 1, 1), optimizer=other))
+    assert seen == [(0.5, (0.8, 0.99), 1e-3)] * 4
+
+
 def evaluated(run: RunConfig) -> tuple[dict[int, float], float, bool]:
     """(losses, the validation loss, whether evaluation left no trace in training)."""
     evaluation = Evaluation(run.evaluation.sequences, 1)
     plain, _ = train(run)
     figures: list[float] = []
-    from tests.training import Callback, StepResult, Trainer
 
     class Keep(Callback):
         def on_step(self, trainer: Trainer, result: StepResult) -> None:

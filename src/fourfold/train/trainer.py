@@ -112,7 +112,7 @@ class Trainer:
 
     def train(self, checkpoints: Checkpoints | None = None, stop: StopRequest | None = None) -> None:
         """To the end of the schedule, or until it is asked to stop; from the newest checkpoint if there is one."""
-        if checkpoints is not None and self.run.checkpoints.resume:
+        if checkpoints is not None:
             self._resume(checkpoints)
         for callback in self.callbacks:
             callback.on_start(self)
@@ -144,8 +144,20 @@ class Trainer:
             self.beside_s[what] += time.perf_counter() - start_s
 
     def _resume(self, checkpoints: Checkpoints) -> None:
+        if not self.run.checkpoints.resume:
+            if there := checkpoints.steps():
+                raise ValueError(
+                    f"checkpoints.resume=false begins at step 0, but {checkpoints.root} has step-{there[-1]} of another run, and "
+                    "the two would mix; use another checkpoints.folder, move it away, or resume"
+                )
+            return
         identity = dict(self.mixture.identity)
+        # As with the rate, the run's file says how the optimizer works; the checkpoint says how far it is.
+        groups = self.optimizer.param_groups
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         if checkpoints.load(self.training) is not None:
+            for group, own in zip(groups, options, strict=True):
+                group.update(own)
             saved = {key: value for key, value in self.training.data.items() if key != "samples"}
             check_identity(saved, identity)
 

@@ -91,7 +91,6 @@ class Checkpoints:
         Every file is hashed first, each by one rank. Checkpoints that are damaged and newer are set aside. If
         there are checkpoints and none is valid, that is an error: nobody wants to begin anew without knowing.
         """
-        self.wait()
         step = self._newest() if step is None else self._checked(step)
         if step is None:
             return None
@@ -106,6 +105,11 @@ class Checkpoints:
             raise ValueError(f"{reader.folder} cannot be loaded:\n{_words(error)}") from error
         state.resume(training, values)
         return step
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there, oldest first; the same on all ranks."""
+        self.wait()
+        return self._from_first(lambda: latest.steps(self.root))
 
     def close(self) -> None:
         """Wait for the last save, and end the process group."""
@@ -166,7 +170,7 @@ class Checkpoints:
     # -- agreement of all ranks ---------------------------------------------------------------------------------------
 
     def _newest(self) -> int | None:
-        committed = self._from_first(lambda: latest.steps(self.root))
+        committed = self.steps()
         step, damaged = latest.newest_valid(committed, self._damage)
         if committed and step is None:
             lines = "\n".join(line for damage in damaged.values() for line in damage[:3])
@@ -179,7 +183,7 @@ class Checkpoints:
         return step
 
     def _checked(self, step: int) -> int:
-        committed = self._from_first(lambda: latest.steps(self.root))
+        committed = self.steps()
         if step not in committed:
             raise ValueError(
                 f"there is no {step_name(step)} in {self.root}; it has {list(map(step_name, committed))}"
