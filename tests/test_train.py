@@ -79,6 +79,19 @@ def test_a_run_goes_on_where_it_stopped(
     assert sorted(rest) == [4, 5, 6]
 
 
+def evaluating(run: RunConfig, stop_at: int | None = None) -> dict[int, float]:
+    return train(run, Evaluation(run.evaluation.sequences, 1), saves=True, stop_at=stop_at)[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_with_fsdp2_too(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    """After a forward alone, such as an evaluation's, FSDP2 holds some weights gathered: they are nobody's to train or save."""
+    run = on(write_run(tmp_path, kind), (1, 2, 1, 2), engine={"weights": "fsdp2"})
+    (first, *_) = pool.run(evaluating, 4, run, stop_at=2)
+    (rest, *_) = pool.run(evaluating, 4, run)
+    close(first | rest, stock_losses(run), ACROSS)
+
+
 def test_muon_trains_and_goes_on(pool: RankPool, tmp_path: Path) -> None:
     """On one grid: Newton-Schulz in bf16 lets grids drift apart, as much as noise in the gradients does in one process."""
     values = write_run(tmp_path) | {"optimizer": {"name": "muon", "lr": 1e-2}}

@@ -302,6 +302,21 @@ def test_adamw_on_shards_is_adamw_on_dtensors_bit_for_bit(pool: RankPool) -> Non
     pool.run(adamw_both_ways, 2)
 
 
+def optimizer_of_gathered_weights() -> str:
+    model = build("llama", num_hidden_layers=1)
+    ff.parallelize(model, Grid.create((1, 1, 1, 1)), weights="fsdp2")
+    with torch.no_grad():
+        model(input_ids=batch(2)[0])
+    with pytest.raises(ValueError, match="gathered") as caught:
+        ff.on_shards(torch.optim.AdamW)(model.parameters())
+    return str(caught.value)
+
+
+def test_an_optimizer_of_gathered_weights_is_refused(pool: RankPool) -> None:
+    """It would train copies that FSDP2 drops: no loss would say so, but the weights would stay as they are."""
+    assert "before the first forward" in pool.run(optimizer_of_gathered_weights, 1)[0]
+
+
 # An epsilon that the gradients exceed: a smaller one makes whole updates of the rounding noise about zero.
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-3, "amsgrad": True}),

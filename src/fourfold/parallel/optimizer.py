@@ -11,7 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from fourfold.grid import AXES
 
 # What works on each number for itself; an optimizer that looks at whole matrices would differ from grid to grid.
 ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
@@ -52,6 +54,11 @@ def on_shards(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., tor
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is not on the grid; make the optimizer after "
                     "parallelize(model, grid)"
+                )
+            if isinstance(parameter.placements[AXES.index("z")], Replicate):
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is gathered, as FSDP2 leaves it after a forward without a "
+                    "backward, and would not be trained; make the optimizer before the first forward"
                 )
             shard = nn.Parameter(
                 cast(DTensor, parameter.detach()).to_local(), requires_grad=parameter.requires_grad

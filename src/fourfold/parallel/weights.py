@@ -149,3 +149,22 @@ def accumulating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Forwards inside are not trained on: no dropout, nothing kept for backward, and the weights are shards afterwards.
+
+    FSDP2 leaves the head and the root gathered after a forward that no backward follows. An optimizer made of the
+    parameters that the model has then would train tensors that nobody reads.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fourfold.parallel.loss import count_labels
+from fourfold.parallel.weights import evaluating
 from fourfold.train.data.loader import Loader
 from fourfold.train.data.mixture import open_mixture
 from fourfold.train.trainer import Callback, StepResult, Trainer
@@ -42,12 +43,8 @@ class Evaluation(Callback):
         at_a_time = trainer.rows_at_a_time
         parts = zip(*(rows.split(at_a_time) for rows in inputs.values()), strict=True)
         total = torch.zeros((), device=trainer.grid.device)
-        trainer.model.eval()
-        try:
-            with torch.no_grad():
-                for rows in parts:
-                    part = dict(zip(inputs, rows, strict=True))
-                    total += trainer.model(**part, num_items_in_batch=counted).loss
-        finally:
-            trainer.model.train()
+        with evaluating(trainer.model):
+            for rows in parts:
+                part = dict(zip(inputs, rows, strict=True))
+                total += trainer.model(**part, num_items_in_batch=counted).loss
         return float(total)

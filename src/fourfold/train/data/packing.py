@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fourfold.parallel.weights import evaluating
+
 DOCUMENT_TOKENS = 8
 TOLERANCE = 1e-4  # of the largest logit; what is masked adds exact zeros, a leak changes logits by percents
 
@@ -23,16 +25,11 @@ def check_documents_stay_apart(model: nn.Module, *, rows: int, vocab_size: int, 
     other = ids.clone()
     other[:, :DOCUMENT_TOKENS] = (ids[:, :DOCUMENT_TOKENS] + vocab_size // 2) % vocab_size
     positions = torch.arange(DOCUMENT_TOKENS, device=device).repeat(rows, 2)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits, changed = (
-                model(input_ids=given.to(device), position_ids=positions).logits[:, DOCUMENT_TOKENS:].float()
-                for given in (ids, other)
-            )
-    finally:
-        model.train(training)
+    with evaluating(model):
+        logits, changed = (
+            model(input_ids=given.to(device), position_ids=positions).logits[:, DOCUMENT_TOKENS:].float()
+            for given in (ids, other)
+        )
     # A rank may hold no column of a small vocabulary.
     if logits.numel() and (logits - changed).abs().max() > TOLERANCE * logits.abs().max():
         attention = getattr(getattr(model, "config", None), "_attn_implementation", "unknown")
