@@ -15,7 +15,7 @@ LEAST = {"model": {"config": "config.json"}, "data": {"sources": [{"path": "text
 
 
 def changed(*changes: str) -> RunConfig:
-    values = {key: dict(value) for key, value in LEAST.items()}
+    values = {"seed": 1, **{key: dict(value) for key, value in LEAST.items()}}
     for change in changes:
         config.apply(values, change)
     return config.from_dict(values)
@@ -48,6 +48,10 @@ def test_the_least_file_is_a_run():
         ("optimizer.lr=-1", r"optimizer\.lr \(it is -1\).*greater than 0"),
         ("optimizer.name=sgd", r"optimizer\.name \(it is 'sgd'\).*'adamw' or 'muon'"),
         ("batch.tokens=1000", r"batch\.tokens=1000 is no multiple of data\.sequence_length=1024; use 1024"),
+        ("grid.z=3", r"are 512 sequences, which do not divide over data\*z = 3 ranks; use 525312"),
+        ("grid.data=128", r"evaluation\.sequences=64 does not divide over data\*z = 128 ranks; use 128"),
+        ("seed.first=1", r"'seed\.first=1'.*seed is no section"),
+        ("data.sources.0.weight=2", r"data\.sources is no section.*data\.sources=\.\.\."),
         ("schedule.warmup_steps=2000", r"2000, more than steps=1000"),
         ("schedule.kind=wsd", r"decay_steps, which is 0"),
         ("grid.auto=true", r"needs cluster"),

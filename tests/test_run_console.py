@@ -27,10 +27,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return on(write_run(folder), SHAPE, schedule={"steps": 12}, evaluation={"every_steps": 5})
 
 
+def test_an_option_without_effect_is_told(pool: RankPool, run: RunConfig, tmp_path: Path) -> None:
+    idle = {"weights": "fsdp2", "keep_weights_bytes": 4096}
+    folders = {"logging": {"folder": str(tmp_path)}, "checkpoints": {"folder": str(tmp_path / "c")}}
+    other = on(run.model_dump(), SHAPE, schedule={"steps": 2}, engine=idle, **folders)
+    ((_, printed), _) = pool.run(watch, 2, other)
+    assert "keep_bytes=4096) has no effect with fsdp2 weights" in printed
+
+
 def test_one_line_a_step_each_word_in_its_place(pool: RankPool, run: RunConfig) -> None:
     (_, printed), (_, others) = pool.run(watch, 2, run)
     assert others == ""  # one rank speaks
-    head, *lines, done, report = printed.splitlines()
+    head, *told, done, report = printed.splitlines()
+    notes, lines = told[:-12], told[-12:]
+    assert any("weights: streamed" in note for note in notes)
     assert head.startswith("LlamaForCausalLM, ")
     assert "2 ranks (data=1, z=2, y=1, x=1)" in head
     assert done.startswith("done: 12 steps in ")

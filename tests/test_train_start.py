@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
-from fourfold import RankPool
+from fourfold import Grid, RankPool
 from fourfold.cli.main import main
 from fourfold.launch import CONTINUE
-from fourfold.train.automatic import choose_layout
+from fourfold.planner.layout import Layout
+from fourfold.train.automatic import choose_layout, with_layout
 from fourfold.train.config import RunConfig, from_dict
+from fourfold.train.facts import facts_of
 from fourfold.train.run import on_all_ranks
 from fourfold.train.start import check, local_ranks
-from fourfold.train.trainer import micro_batches
+from fourfold.train.trainer import Trainer, micro_batches
 from tests.training import as_toml, on, write_run
 
 
@@ -37,6 +39,12 @@ def test_a_batch_that_does_not_divide_is_refused(values: dict[str, Any]) -> None
     ):
         check(on(values, (2, 1, 1, 1), batch={"micro_batch_sequences": 3}))
     assert micro_batches(4, 2) == 2
+
+
+def test_too_little_validation_text_is_refused(values: dict[str, Any]) -> None:
+    long = on(values, (1, 1, 1, 1), data={"sequence_length": 512}, batch={"tokens": 1024})
+    with pytest.raises(ValueError, match="no source has 512 tokens of validation text"):
+        check(long)
 
 
 def test_a_model_that_knows_too_few_tokens_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
@@ -66,6 +74,17 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
     check(chosen)
     with pytest.raises(ValueError, match="no layout of 131072 ranks can train this model on dgx-h100"):
         choose_layout(run, 131072, simulate=0, quiet=True)
+
+
+def layout_of(run: RunConfig) -> dict[str, Any]:
+    layout: dict[str, Any] = facts_of(Trainer(run, Grid.create((1, 1, 1, 1))))["layout"]
+    return layout
+
+
+def test_a_report_is_about_the_layout_that_was_chosen(pool: RankPool, values: dict[str, Any]) -> None:
+    layout = Layout(1, 1, 1, 1, 4, "full", keep_bytes=4096, weights="streamed")
+    (found,) = pool.run(layout_of, 1, with_layout(on(values, (1, 1, 1, 1)), layout))
+    assert Layout(**found) == layout
 
 
 def refused_by(run: RunConfig) -> str:

@@ -255,6 +255,22 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def every_rank_has_its_share(self) -> RunConfig:
+        ranks = self.grid.data * self.grid.z
+        if self.grid.auto or not (self.sequences % ranks or self.evaluation.sequences % ranks):
+            return self
+        if self.sequences % ranks:
+            near = max(1, round(self.sequences / ranks)) * ranks * self.data.sequence_length
+            raise ValueError(
+                f"batch.tokens={self.batch.tokens} are {self.sequences} sequences, which do not divide over data*z = {ranks} "
+                f"ranks; use {near}"
+            )
+        near = -(-self.evaluation.sequences // ranks) * ranks
+        raise ValueError(
+            f"evaluation.sequences={self.evaluation.sequences} does not divide over data*z = {ranks} ranks; use {near}"
+        )
+
     @property
     def sequences(self) -> int:
         """Of the global batch."""
@@ -318,8 +334,11 @@ def apply(values: dict[str, Any], change: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text
     *sections, field = name.strip().split(".")
-    for section in sections:
+    for depth, section in enumerate(sections, start=1):
         values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            path = ".".join(sections[:depth])
+            raise ConfigError(f"{change!r} sets nothing: {path} is no section; set it as a whole, {path}=...")
     values[field] = value
 
 

@@ -42,6 +42,8 @@ class Lines(Callback):
         self._start_s, self._first_step = time.perf_counter(), trainer.step
         self._pace.append((self._start_s, trainer.step))
         self._say(in_words(trainer))
+        for note in trainer.report.notes:  # an option without effect, a weight that nobody takes
+            self._say(f"  {note}")
         if trainer.step:
             self._say(f"goes on behind step {trainer.step} of {trainer.run.schedule.steps}")
         if self._console.is_terminal:

@@ -33,6 +33,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
             **{axis: grid.size(axis) for axis in AXES},
             "micro_batches": trainer.micro_batches,
             "activation_checkpointing": run.engine.activation_checkpointing,
+            "keep_bytes": run.engine.keep_weights_bytes if is_streamed(trainer.model) else 0,
             "weights": "streamed" if is_streamed(trainer.model) else "fsdp2",
         },
         "data": [

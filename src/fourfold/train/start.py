@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fourfold.train.config import RunConfig
-from fourfold.train.data.manifest import Manifest
+from fourfold.train.data.manifest import SPLITS, Manifest
 from fourfold.train.data.mixture import open_mixture
 from fourfold.train.model import model_config
 from fourfold.train.trainer import micro_batches
@@ -40,7 +40,8 @@ def local_ranks(run: RunConfig, ranks: int | None) -> int:
 def check(run: RunConfig) -> None:
     """Refuse here, in one voice, what every rank would refuse."""
     sources = [(source.path, source.weight) for source in run.data.sources]
-    open_mixture(sources, length=run.data.sequence_length, seed=run.seed)
+    for split in SPLITS:
+        open_mixture(sources, length=run.data.sequence_length, seed=run.seed, split=split)
     vocabulary = Manifest.load(run.data.sources[0].path).tokenizer.vocab_size
     config = model_config(run.model)
     if config.vocab_size < vocabulary:
@@ -50,12 +51,6 @@ def check(run: RunConfig) -> None:
         )
     if not run.grid.auto:
         parts = run.grid.data * run.grid.z
-        if run.sequences % parts:
-            near = max(1, round(run.sequences / parts)) * parts * run.data.sequence_length
-            raise ValueError(
-                f"batch.tokens={run.batch.tokens} are {run.sequences} sequences, which do not divide over data*z = {parts} "
-                f"ranks; use {near}"
-            )
         micro_batches(run.sequences // parts, run.batch.micro_batch_sequences)
 
 
