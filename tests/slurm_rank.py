@@ -29,7 +29,7 @@ def count(folder: Path) -> int:
     import torch.distributed as dist
 
     heard: list[str] = []
-    for warning in (signal.SIGUSR1, signal.SIGTERM):
+    for warning in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(warning, lambda number, frame: heard.append(signal.Signals(number).name))
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -20,8 +20,8 @@ def add_to(commands: Any) -> None:
         help="train a model as a file says",
         description="Train a model as a TOML file says. Alone it starts a rank on every device that the grid needs, or on "
         "the CPU; under torchrun or srun it joins the ranks that are there. Run the same command again after an "
-        "interruption: it goes on from the newest checkpoint, also on another grid. Asked to stop (SIGINT, SIGTERM or SIGUSR1), it "
-        f"saves after the step and ends with status {CONTINUE}.",
+        "interruption: it goes on from the newest checkpoint, also on another grid. Asked to stop (SIGINT, SIGTERM, or SIGUSR1 to "
+        f"the ranks), it saves after the step and ends with status {CONTINUE}.",
     )
     parser.add_argument("file", type=Path, help="the run's file; `fourfold init` writes one")
     parser.add_argument(

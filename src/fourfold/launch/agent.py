@@ -1,8 +1,8 @@
 """torchrun with an ending that a batch system can read: a warning lets the ranks save, and their status comes out.
 
-torchrun alone does neither (seen in torch 2.13.0). It dies of SIGUSR1, and leaves its ranks behind. On SIGTERM it passes the
-signal on, but kills what has not ended after 30 seconds. And whatever the ranks end with, it ends with 1, so that
-"saved, to be continued" looks like a crash. All options are torchrun's.
+torchrun alone does neither (seen in torch 2.13.0). It dies of SIGUSR1, and leaves its ranks behind. On SIGTERM and SIGINT
+it passes the signal on, but kills what has not ended after 30 seconds. And whatever the ranks end with, it ends with 1,
+so that "saved, to be continued" looks like a crash. All options are torchrun's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -28,12 +29,25 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGALRM, _warn_ranks)
 
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    from fourfold.train.stop import AGAIN_S
+
+    interrupts_s: list[float] = []
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        interrupts_s.append(time.monotonic())
+        if interrupts_s[-1] - interrupts_s[0] > AGAIN_S:
+            # Who interrupts again will not wait for a save: torchrun ends the ranks.
+            raise SignalException("interrupted again", signal.Signals(signum))
+        _end(signum, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        # torchrun would put its own handler of SIGTERM in place of ours.
-        run(parse_args(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *arguments]))
+        # torchrun would put its own handlers in place of ours.
+        run(parse_args(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments]))
     except ChildFailedError as error:
         # The first to end says why; it is for its sake that the others were stopped.
         _, failure = error.get_first_failure()
@@ -47,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     return 0
 
 

@@ -65,7 +65,5 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     try:
         return agent.main(["--standalone", f"--nproc-per-node={ranks}", "-m", "fourfold", *arguments])
-    except (
-        SignalException
-    ) as interrupted:  # the ranks had it too, and saved, or were ended after half a minute
+    except SignalException as interrupted:  # again, or hung up on: the ranks were ended, saved or not
         return 128 + interrupted.sigval
