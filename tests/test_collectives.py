@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import fourfold
 from fourfold.grid import Axis, Grid
+from fourfold.parallel import collectives
 from fourfold.parallel.collectives import Entry
 from fourfold.parallel.layout import chunk
 from fourfold.parallel.sums import sum_backward, sum_both, sum_forward
@@ -328,3 +329,43 @@ def test_only_one_file_calls_collectives() -> None:
         if (names := collectives_called(path.read_text()))
     }
     assert list(called) == ["parallel/collectives.py", *MEASURING, *AGREEING], called
+
+
+# -- times that are known later ------------------------------------------------------------------------------------------
+
+
+class LateClock:
+    """As events of a device: a time that is asked for too early is waited for."""
+
+    immediate = False
+
+    def __init__(self) -> None:
+        self.marks, self.ages = 0, list[int]()
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def elapsed_s(self, start: int, end: int) -> float:
+        self.ages.append(self.marks - end)
+        return 1.0
+
+
+def wait_often(times: int) -> tuple[int, float]:
+    """(how many marks ago the newest time was recorded that was read on the way, the seconds of the account)."""
+    clock = LateClock()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(collectives, "clock_of", lambda device: clock)
+        patched.setattr(collectives, "_UNREAD", 64)
+        grid = Grid.create((1, 1, 1, 2))
+        for _ in range(times):
+            grid.collectives.all_reduce(torch.ones(1), "x", "check").wait()
+    newest = min(clock.ages)
+    return newest, sum(entry.exposed_s for entry in grid.collectives.account())
+
+
+def test_times_are_read_when_the_device_is_past_them(pool: RankPool) -> None:
+    """A rank that nobody asks for its account must not stop, every so many waits, until its device has caught up."""
+    for newest, seconds in pool.run(wait_often, 2, 200):
+        assert newest >= 64
+        assert seconds == 200

@@ -240,10 +240,10 @@ class Collectives:
         had = self._account.get(key)
         self._account[key] = more if had is None else had + more
 
-    def _read_times(self) -> None:
-        for key, start, end in self._unread:
+    def _read_times(self, oldest: int | None = None) -> None:
+        for key, start, end in self._unread[:oldest]:
             self._add_exposed(key, self._clock.elapsed_s(start, end))
-        self._unread.clear()
+        del self._unread[:oldest]
 
     def _add_exposed(self, key: _Key, seconds: float) -> None:
         self._add(Entry(*key, self.size(key[0]), exposed_s=seconds))
@@ -295,7 +295,8 @@ class Collectives:
             else:
                 self._unread.append((key, start, end))
                 if len(self._unread) > _UNREAD:
-                    self._read_times()
+                    # The older half, which the device is past: for the newest the host would wait.
+                    self._read_times(_UNREAD // 2)
             if flight is not None:
                 flight.waits_ns.append((start_ns, end_ns))
                 if self.observer is not None:
