@@ -79,6 +79,16 @@ def test_the_files_alone_make_the_same_page(run: RunConfig, logs: Path) -> None:
     assert (logs / "report.html").read_text() == (run.logging.folder / "report.html").read_text()
 
 
+def test_a_command_that_finds_nothing_to_do_leaves_the_report(pool: RankPool, run: RunConfig) -> None:
+    """The lines behind the last start are what a prediction is held against, and there would be none."""
+    files = ("run.json", "metrics.jsonl", "report.html")
+    before = [(run.logging.folder / name).read_bytes() for name in files]
+    ((losses, printed), _) = pool.run(watch, 2, run)
+    assert not losses
+    assert "done: 0 steps" in printed
+    assert [(run.logging.folder / name).read_bytes() for name in files] == before
+
+
 def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "there is no" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_a_second_run_is_bit_equal(pool: RankPool, values: dict[str, Any], preci
 def test_a_run_goes_on_where_it_stopped(
     pool: RankPool, tmp_path: Path, kind: str, rate: dict[str, float]
 ) -> None:
-    """Asked to stop on one rank after step 2, it stops on all after step 3; then to the end, once on another grid."""
+    """Asked to stop on one rank after step 2, it stops on all after step 3; then to the end."""
     values = write_run(tmp_path, kind, **rate)
     shape: Shape = (1, 2, 1, 2)
     ((whole, _), *_) = pool.run(train, 4, on(values, shape))

@@ -28,19 +28,22 @@ class RunReport(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._start_s = 0.0
+        self._writes = False
         self._logged_s: dict[str, float] = {}
 
     def on_start(self, trainer: Trainer) -> None:
         self._start_s = time.perf_counter()
-        if trainer.is_first:
+        # A run that is done already has its report.
+        self._writes = trainer.is_first and not trainer.is_done
+        if self._writes:
             write_facts(self._folder, trainer)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if trainer.is_first and is_logged(trainer, result.step):
+        if self._writes and is_logged(trainer, result.step):
             self._logged_s = dict(trainer.beside_s)
 
     def on_end(self, trainer: Trainer) -> None:
-        if not trainer.is_first:
+        if not self._writes:
             return
         facts = read_facts(self._folder)
         facts["starts"][-1] |= {
