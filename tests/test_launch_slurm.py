@@ -119,7 +119,7 @@ def test_a_warned_run_saves_is_requeued_and_goes_on(tmp_path, capsys):
 @pytest.mark.usefixtures("cluster")
 def test_a_cancelled_job_saves_and_is_not_requeued(tmp_path):
     job = submit_job(job_of(tmp_path, ["-m", "tests.slurm_rank", str(tmp_path)], nodes=1))
-    wait_until((tmp_path / "rank-0-from-0").exists, "rank", 90)
+    wait_until((tmp_path / "listening").exists, "rank", 90)
     subprocess.run(["scancel", job], check=True)
     wait_until((tmp_path / "saved.json").exists, "checkpoint", 20)
     wait_until(lambda: not slurm.ask("squeue", "-h"), "empty queue", 30)
