@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from benchmarks.stock import Stock
 from fourfold.grid import Grid
 from fourfold.train.checkpoint import Checkpoints
 from fourfold.train.config import RunConfig, from_dict
-from fourfold.train.data.mixture import open_mixture
-from fourfold.train.schedule import rate_of_step
 from fourfold.train.stop import StopRequest
 from fourfold.train.trainer import Callback, StepResult, Trainer
 from tests import prepared
@@ -87,30 +85,4 @@ def train(
 
 
 def stock_losses(run: RunConfig) -> dict[int, float]:
-    """One process, no part of the engine: the model of transformers, the loss of PyTorch, torch.optim.AdamW."""
-    model = AutoModelForCausalLM.from_pretrained(run.model.pretrained).train()
-    decaying = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    section = run.optimizer
-    groups = [
-        {"params": decaying, "weight_decay": section.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps)
-    sources = [(source.path, source.weight) for source in run.data.sources]
-    mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed)
-    losses = {}
-    for step in range(run.schedule.steps):
-        samples = mixture.samples(step * run.sequences, (step + 1) * run.sequences)
-        ids, labels, positions = (torch.from_numpy(np.stack(rows)) for rows in zip(*samples, strict=True))
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        loss.backward()
-        if section.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), section.max_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = section.lr * rate_of_step(run.schedule, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[step + 1] = float(loss.detach())
-    return losses
+    return dict(Stock(run).losses())

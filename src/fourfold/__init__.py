@@ -22,10 +22,16 @@ if TYPE_CHECKING:
     from fourfold.planner.plan import plan
     from fourfold.planner.search import Plan
     from fourfold.ranks import RankPool
+    from fourfold.train.checkpoint.save import Checkpoints
+    from fourfold.train.checkpoint.state import Training
+    from fourfold.train.config import RunConfig, load_run
+    from fourfold.train.trainer import Callback, StepResult, Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
+    "Checkpoints",
     "DryRun",
     "Grid",
     "Overlap",
@@ -33,7 +39,11 @@ __all__ = [
     "RankPool",
     "Refused",
     "Report",
+    "RunConfig",
     "StepReport",
+    "StepResult",
+    "Trainer",
+    "Training",
     "accumulating",
     "clip_grad_norm_",
     "count_labels",
@@ -41,6 +51,7 @@ __all__ = [
     "dryrun",
     "factorisations",
     "full_logits",
+    "load_run",
     "measure_step",
     "on_shards",
     "parallelize",
@@ -65,6 +76,10 @@ _HOMES = {
     "fourfold.planner.plan": ("plan",),
     "fourfold.planner.search": ("Plan",),
     "fourfold.ranks": ("RankPool",),
+    "fourfold.train.checkpoint.save": ("Checkpoints",),
+    "fourfold.train.checkpoint.state": ("Training",),
+    "fourfold.train.config": ("RunConfig", "load_run"),
+    "fourfold.train.trainer": ("Callback", "StepResult", "Trainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

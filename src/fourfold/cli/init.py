@@ -16,7 +16,7 @@ def add_to(commands: Any) -> None:
         "size beside it.",
     )
     parser.add_argument("file", type=Path, help="the file to write, such as run.toml")
-    parser.add_argument("--size", default="10m", help="10m, 125m, 1b, 8b, 70b or 405b parameters (10m)")
+    parser.add_argument("--size", default="1m", help="1m, 10m, 125m, 1b, 8b, 70b or 405b parameters (1m)")
     parser.add_argument(
         "--data", type=Path, default=Path("data"), help="the folder of the prepared data set (data)"
     )
@@ -61,11 +61,11 @@ def init(options: argparse.Namespace) -> int:
 
 
 def config(options: argparse.Namespace) -> int:
-    from fourfold.train.config import RunConfig, load
+    from fourfold.train.config import RunConfig, load_run
     from fourfold.train.describe_config import reference
 
     if options.file is not None:
-        print(load(options.file, options.set).model_dump_json(indent=2))
+        print(load_run(options.file, options.set).model_dump_json(indent=2))
     elif options.schema:
         print(json.dumps(RunConfig.model_json_schema(), indent=2))
     else:

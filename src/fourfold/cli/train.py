@@ -35,9 +35,9 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from fourfold.train.config import load
+    from fourfold.train.config import load_run
 
-    config = load(options.file, options.set)
+    config = load_run(options.file, options.set)
     if _is_rank():
         return _train(config, options)
     from fourfold.train.start import check, local_ranks, start_ranks

@@ -233,7 +233,7 @@ class ConfigError(ValueError):
     """What is wrong in a run's file, by the name of the field, with the way out."""
 
 
-def load(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
+def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     """The run that a TOML file describes, with ``changes`` like ``optimizer.lr=3e-4``."""
     path = Path(path)
     if not path.exists():

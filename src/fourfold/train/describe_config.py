@@ -4,50 +4,74 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
 from fourfold.train.config import RunConfig
 
-# name: (hidden, inner, layers, heads, key/value heads, length, tokens of a step, learning rate), Llama's shape
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama, and a run that suits it."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    length: int
+    batch_tokens: int
+    lr: float
+    steps: int
+    is_tied: bool = False
+    is_recomputed: bool = False
+    precision: str = "bf16"
+
+
+# Batches and rates as in published runs; steps make some twenty tokens a parameter, of 405b as many as its authors trained on.
 SIZES = {
-    "10m": (256, 768, 8, 8, 4, 512, 32_768, 1e-3),
-    "125m": (768, 2048, 12, 12, 12, 2048, 524_288, 6e-4),
-    "1b": (2048, 8192, 16, 32, 8, 4096, 1_048_576, 4e-4),
-    "8b": (4096, 14336, 32, 32, 8, 8192, 4_194_304, 3e-4),
-    "70b": (8192, 28672, 80, 64, 8, 8192, 8_388_608, 1.5e-4),
-    "405b": (16384, 53248, 126, 128, 8, 8192, 16_777_216, 8e-5),
+    "1m": Size(128, 384, 4, 4, 2, 256, 4_096, 3e-3, 100, is_tied=True, precision="fp32"),  # minutes on a CPU
+    "10m": Size(256, 768, 8, 8, 4, 512, 32_768, 2e-3, 6_000, is_tied=True),
+    "125m": Size(768, 2048, 12, 12, 12, 2048, 524_288, 6e-4, 5_000),
+    "1b": Size(2048, 8192, 16, 32, 8, 4096, 1_048_576, 4e-4, 25_000),
+    "8b": Size(4096, 14336, 32, 32, 8, 8192, 4_194_304, 3e-4, 40_000, is_recomputed=True),
+    "70b": Size(8192, 28672, 80, 64, 8, 8192, 8_388_608, 1.5e-4, 150_000, is_recomputed=True),
+    "405b": Size(16384, 53248, 126, 128, 8, 8192, 16_777_216, 8e-5, 900_000, is_recomputed=True),
 }
 
 
 def model_config(size: str, vocabulary: int) -> dict[str, Any]:
     """A config.json of Llama's shape."""
-    hidden, inner, layers, heads, kv_heads, length, _, _ = SIZES[size]
+    chosen = SIZES[size]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": length,
+        "hidden_size": chosen.hidden,
+        "intermediate_size": chosen.inner,
+        "num_hidden_layers": chosen.layers,
+        "num_attention_heads": chosen.heads,
+        "num_key_value_heads": chosen.kv_heads,
+        "max_position_embeddings": chosen.length,
         "vocab_size": vocabulary,
-        "tie_word_embeddings": size == "10m",
+        "tie_word_embeddings": chosen.is_tied,
     }
 
 
 def starting_file(size: str, *, model: str, data: str) -> str:
     """A run's TOML with every field, its value for a model of that size, and its sentence."""
-    *_, length, tokens, lr = SIZES[size]
+    about = SIZES[size]
     chosen: dict[str, Any] = {
         "model.config": model,
         "data.sources": [{"path": data}],
-        "data.sequence_length": length,
-        "batch.tokens": tokens,
-        "optimizer.lr": lr,
-        "engine.activation_checkpointing": "full" if size in ("8b", "70b", "405b") else "none",
+        "data.sequence_length": about.length,
+        "batch.tokens": about.batch_tokens,
+        "optimizer.lr": about.lr,
+        "schedule.steps": about.steps,
+        "schedule.warmup_steps": min(2000, about.steps // 10),
+        "engine.precision": about.precision,
+        "engine.activation_checkpointing": "full" if about.is_recomputed else "none",
     }
     lines = [
         f"# A run of a {size.upper()} model. `fourfold train` reads it; --set section.field=value changes it."

@@ -13,7 +13,7 @@ def rate_of_step(schedule: ScheduleSection, step: int) -> float:
     Example:
         >>> plan = ScheduleSection(steps=100, warmup_steps=10, final=0.1)
         >>> [round(rate_of_step(plan, step), 3) for step in (0, 9, 10, 55, 99)]
-        [0.1, 1.0, 1.0, 0.55, 0.1]
+        [0.1, 1.0, 1.0, 0.542, 0.1]
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps

@@ -1,0 +1,205 @@
+"""Does a run learn, and the same on every grid? A Llama of about 10M parameters on the text of this machine.
+
+The sources and notes of the installed Python packages are prepared, with a tokenizer trained on them. Then the same run, from
+the same weights: in one process with stock PyTorch, and by `fourfold train` on two grids. At every step the losses may differ
+by 1 %, and the last validation loss must lie well below the entropy of single tokens. At the end the exported model writes.
+
+    python -m benchmarks.learn
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.stock import Stock, mixture_of, rows
+from fourfold.train.config import RunConfig, load_run
+from fourfold.train.data.manifest import Manifest
+from fourfold.train.describe_config import toml_value
+
+GRIDS = ((1, 2, 2, 2), (2, 1, 1, 2))
+APART = 0.01  # of the loss, at every step
+BELOW = 0.85  # of the entropy of single tokens
+
+
+def prepare(folder: Path, megabytes: float, vocabulary: int) -> None:
+    """`fourfold data prepare` on what every machine has: the sources and notes of installed packages."""
+    site = Path(sysconfig.get_path("purelib"))
+    found = sorted(p for suffix in (".py", ".md", ".rst") for p in site.rglob(f"*{suffix}"))
+    corpus, size = folder / "corpus.jsonl", 0
+    with corpus.open("w") as out:
+        # Every n-th file, so that all packages have a say.
+        for path in (p for first in range(0, 97) for p in found[first::97]):
+            if 1_000 < path.stat().st_size < 100_000:
+                text = path.read_text(errors="ignore")
+                out.write(json.dumps({"text": text}) + "\n")
+                size += len(text)
+            if size > megabytes * 1e6:
+                break
+    command = ["data", "prepare", str(folder / "data"), str(corpus), "--train-tokenizer", str(vocabulary)]
+    fourfold(*command, "--validation", "0.02")
+
+
+def fourfold(*arguments: str, threads: int = 1) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    result = subprocess.run(
+        [sys.executable, "-m", "fourfold", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        raise SystemExit(
+            f"fourfold {' '.join(arguments)} failed:\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
+        )
+
+
+def write_run(folder: Path, options: argparse.Namespace) -> Path:
+    vocabulary = Manifest.load(folder / "data").tokenizer.vocab_size
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=options.hidden,
+        intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=options.length,
+        vocab_size=vocabulary,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", flush=True)
+    model.save_pretrained(folder / "start")
+    sections = {
+        "model": {"pretrained": folder / "start"},
+        "data": {"sources": [{"path": folder / "data"}], "sequence_length": options.length},
+        "batch": {"tokens": options.length * options.sequences},
+        "optimizer": {"lr": 2e-3},
+        "schedule": {"steps": options.steps, "warmup_steps": max(1, options.steps // 10)},
+        "engine": {"precision": "fp32"},
+        "checkpoints": {"folder": folder / "checkpoints", "every_steps": options.steps},
+        "evaluation": {"sequences": 64, "every_steps": options.steps},
+        "logging": {"every_steps": 1},
+    }
+    lines = ["seed = 0"]
+    for name, fields in sections.items():
+        lines += [f"[{name}]", *(f"{field} = {toml_value(value)}" for field, value in fields.items())]
+    file = folder / "run.toml"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def trained(file: Path, shape: Sequence[int]) -> tuple[dict[int, float], float]:
+    """(the loss by step, the last validation loss) of `fourfold train` on a grid."""
+    name = ",".join(map(str, shape))
+    logs, checkpoints = file.parent / f"logs {name}", file.parent / f"checkpoints {name}"
+    grid = [f"--set=grid.{axis}={size}" for axis, size in zip(("data", "z", "y", "x"), shape, strict=True)]
+    fourfold(
+        "train", str(file), *grid, f"--set=logging.folder={logs}", f"--set=checkpoints.folder={checkpoints}"
+    )
+    lines = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines}, lines[-1]["validation_loss"]
+
+
+def unigram_entropy(run: RunConfig) -> float:
+    """Of the validation samples, in nats a token, by how often each token is in the training text."""
+    vocabulary = Manifest.load(run.data.sources[0].path).tokenizer.vocab_size
+    counts = np.ones(vocabulary)
+    mixture = mixture_of(run)
+    for first in range(0, len(mixture), 256):
+        ids = rows(mixture, first, min(256, len(mixture) - first))["input_ids"].numpy()
+        counts += np.bincount(ids.ravel(), minlength=vocabulary)
+    labels = rows(mixture_of(run, "validation"), 0, run.evaluation.sequences)["labels"][:, 1:].numpy()
+    return float(-np.log(counts / counts.sum())[labels[labels >= 0]].mean())
+
+
+def write_text(folder: Path) -> str:
+    """What `transformers.pipeline` makes of an exported folder, in a process that does not know Fourfold's model."""
+    from transformers import pipeline
+
+    writer = pipeline("text-generation", model=str(folder))
+    return str(writer("def __init__(self", max_new_tokens=40, do_sample=False)[0]["generated_text"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--megabytes", type=float, default=8.0, help="of text")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder, options.megabytes, options.vocabulary)
+        file = write_run(folder, options)
+        run = load_run(file)
+        print(
+            f"{len(mixture_of(run)):,} samples of {options.length} tokens, {options.steps} steps", flush=True
+        )
+        curves: dict[str, dict[int, float]] = {}
+        validation: dict[str, float] = {}
+        start_s = time.perf_counter()
+        stock = Stock(run)
+        curves["stock PyTorch"] = dict(stock.losses())
+        validation["stock PyTorch"] = stock.validation_loss()
+        print(f"stock PyTorch: {time.perf_counter() - start_s:.0f} s", flush=True)
+        for shape in GRIDS:
+            start_s = time.perf_counter()
+            curves[str(shape)], validation[str(shape)] = trained(file, shape)
+            print(f"{shape}: {time.perf_counter() - start_s:.0f} s", flush=True)
+        is_close = report(curves, validation)
+        entropy = unigram_entropy(run)
+        last = max(validation.values())
+        print(
+            f"entropy of single tokens {entropy:.4f}; validation loss {last:.4f}, {last / entropy:.3f} of it ({BELOW})"
+        )
+        exported = folder / "exported"
+        fourfold("export", str(folder / f"checkpoints {','.join(map(str, GRIDS[0]))}"), str(exported))
+        text = write_text(exported)
+        print(f"the exported model writes: {text!r}")
+        holds = is_close and last < BELOW * entropy and len(text) > len("def __init__(self")
+    print(f"learn: {'holds' if holds else 'does NOT hold'}")
+    return 0 if holds else 1
+
+
+def report(curves: dict[str, dict[int, float]], validation: dict[str, float]) -> bool:
+    """The curves side by side, and whether they stay together."""
+    print("step  " + "  ".join(f"{name:>14}" for name in curves))
+    steps = sorted(next(iter(curves.values())))
+    for step in [s for s in steps if s == 1 or s % max(1, len(steps) // 10) == 0]:
+        print(f"{step:4d}  " + "  ".join(f"{losses[step]:14.5f}" for losses in curves.values()))
+    print("valid " + "  ".join(f"{loss:14.5f}" for loss in validation.values()))
+    worst = max(
+        (
+            max(losses[step] for losses in curves.values()) / min(losses[step] for losses in curves.values())
+            - 1,
+            step,
+        )
+        for step in steps
+    )
+    print(f"furthest apart: {worst[0]:.2e} at step {worst[1]} (bar {APART})")
+    return worst[0] < APART and all(sorted(losses) == steps for losses in curves.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
