@@ -110,6 +110,8 @@ def check(command: str) -> None:
         check(" ".join(words[inner:]))
     elif words[:2] == ["python", "-m"]:
         _check_module(words[2], words[3:])
+    elif words[:2] == ["python", "-c"]:
+        compile(words[2], "python -c", "exec")
     elif words[0] == "python":
         _check_script(words[1])
     else:
@@ -130,7 +132,9 @@ def _check_module(name: str, arguments: list[str]) -> None:
     if name == "fourfold":
         parse(fourfold, arguments)
     elif name.startswith(("benchmarks.", "fourfold.")) and find_spec(name):
-        parse(import_module(name).main, arguments)
+        main = import_module(name).main
+        if arguments or name.startswith("benchmarks."):
+            parse(main, arguments)
     else:
         raise ValueError(f"{name} is no module of this project")
 

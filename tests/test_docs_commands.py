@@ -17,7 +17,7 @@ import fourfold as ff
 from benchmarks import quickstart
 from fourfold.cli.main import main as fourfold
 from fourfold.planner import cluster
-from fourfold.train.config import RunConfig, from_dict, load
+from fourfold.train.config import RunConfig, from_dict, load_run
 from fourfold.train.describe_config import model_config
 from tests import prepared, shown
 from tests.documented import (
@@ -45,7 +45,9 @@ EXAMPLES = {
 }
 # These start ranks on several machines, or on more of this one's than a test should: their words are parsed.
 CLUSTER = ("torchrun", "srun", "fourfold launch", "python -m benchmarks.")
-LANGUAGES = ("bash", "python", "toml", "text", "json", "yaml")
+LANGUAGES = ("bash", "python", "toml", "text", "json", "yaml", "")
+# Options that pages name, of programs that are none of ours.
+OF_OTHERS = {"--requeue": "sbatch"}
 # What makes a command of the docs small enough for a test.
 SMALLER = {
     "plan": ["--simulate", "0"],
@@ -136,7 +138,7 @@ def run(command: str, block: Code, folder: Path, pool: ff.RankPool, trained: int
     words += ["--set", f"schedule.steps={trained + 1}"]
     with chdir(folder):
         options = parse(fourfold, words)
-        ranks = load(options.file, options.set).grid.size
+        ranks = load_run(options.file, options.set).grid.size
     assert pool.run(run_on_rank, ranks, str(folder), words) == [0] * ranks
     steps = [json.loads(line)["step"] for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, trained + 2)), f"{block.page}:{block.line}: {command}"
@@ -192,7 +194,8 @@ def wrong_with(span: str, options: set[str]) -> str | None:
         if span.startswith(("fourfold ", "torchrun -", "python -m benchmarks", "python -m fourfold")):
             check(span)
         elif words[0].startswith("--"):
-            unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in options]
+            named = {word.split("=")[0] for word in words if word.startswith("--")}
+            unknown = sorted(named - options - set(OF_OTHERS))
             return f"no command has {unknown[0]}" if unknown else None
         elif re.match(r"(with )?ff\.\w+\(", span):
             check_calls(span)
