@@ -17,7 +17,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,6 @@ from fourfold.train.config import RunConfig, load_run
 from fourfold.train.data.manifest import Manifest
 from fourfold.train.describe_config import toml_value
 
-GRIDS = ((1, 2, 2, 2), (2, 1, 1, 2))
 APART = 0.01  # of the loss, at every step
 BELOW = 0.85  # of the entropy of single tokens
 
@@ -49,7 +47,7 @@ def prepare(folder: Path, megabytes: float, vocabulary: int) -> None:
             if size > megabytes * 1e6:
                 break
     command = ["data", "prepare", str(folder / "data"), str(corpus), "--train-tokenizer", str(vocabulary)]
-    fourfold(*command, "--validation", "0.02")
+    fourfold(*command, "--validation", "0.05")
 
 
 def fourfold(*arguments: str, threads: int = 1) -> None:
@@ -104,14 +102,13 @@ def write_run(folder: Path, options: argparse.Namespace) -> Path:
     return file
 
 
-def trained(file: Path, shape: Sequence[int]) -> tuple[dict[int, float], float]:
+def trained(file: Path, grid: str) -> tuple[dict[int, float], float]:
     """(the loss by step, the last validation loss) of `fourfold train` on a grid."""
-    name = ",".join(map(str, shape))
-    logs, checkpoints = file.parent / f"logs {name}", file.parent / f"checkpoints {name}"
-    grid = [f"--set=grid.{axis}={size}" for axis, size in zip(("data", "z", "y", "x"), shape, strict=True)]
-    fourfold(
-        "train", str(file), *grid, f"--set=logging.folder={logs}", f"--set=checkpoints.folder={checkpoints}"
-    )
+    logs, checkpoints = file.parent / f"logs {grid}", file.parent / f"checkpoints {grid}"
+    sizes = zip(("data", "z", "y", "x"), grid.split(","), strict=True)
+    changes = [f"grid.{axis}={size}" for axis, size in sizes]
+    changes += [f"logging.folder={logs}", f"checkpoints.folder={checkpoints}"]
+    fourfold("train", str(file), *(f"--set={change}" for change in changes))
     lines = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines}, lines[-1]["validation_loss"]
 
@@ -146,6 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument(
+        "--grids", nargs="+", default=["1,2,2,2", "2,1,1,2"], metavar="D,Z,Y,X", help="to train on"
+    )
     parser.add_argument("--megabytes", type=float, default=8.0, help="of text")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
@@ -163,10 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
         curves["stock PyTorch"] = dict(stock.losses())
         validation["stock PyTorch"] = stock.validation_loss()
         print(f"stock PyTorch: {time.perf_counter() - start_s:.0f} s", flush=True)
-        for shape in GRIDS:
+        for grid in options.grids:
             start_s = time.perf_counter()
-            curves[str(shape)], validation[str(shape)] = trained(file, shape)
-            print(f"{shape}: {time.perf_counter() - start_s:.0f} s", flush=True)
+            curves[grid], validation[grid] = trained(file, grid)
+            print(f"{grid}: {time.perf_counter() - start_s:.0f} s", flush=True)
         is_close = report(curves, validation)
         entropy = unigram_entropy(run)
         last = max(validation.values())
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"entropy of single tokens {entropy:.4f}; validation loss {last:.4f}, {last / entropy:.3f} of it ({BELOW})"
         )
         exported = folder / "exported"
-        fourfold("export", str(folder / f"checkpoints {','.join(map(str, GRIDS[0]))}"), str(exported))
+        fourfold("export", str(folder / f"checkpoints {options.grids[0]}"), str(exported))
         text = write_text(exported)
         print(f"the exported model writes: {text!r}")
         holds = is_close and last < BELOW * entropy and len(text) > len("def __init__(self")

@@ -371,4 +371,4 @@ def test_reading_needs_no_unpickler(run: Path, monkeypatch: pytest.MonkeyPatch) 
     assert find_newest(run) == 2
     reader = Reader(open_folder(run), 2)
     for name in reader.metadata.state_dict_metadata:
-        assert list(storage.read_rectangles(reader, name))
+        assert list(storage.read_rows(reader, name))

@@ -10,14 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
-from transformers import GPT2LMHeadModel
 
 from benchmarks import reshard
 from fourfold import RankPool
 from fourfold.cli.main import main
 from fourfold.parallel.random import seed_ranks
 from fourfold.train.checkpoint import Checkpoints, SaveError
-from fourfold.train.checkpoint.convert import convert
 from fourfold.train.checkpoint.folder import LocalFolder, open_folder
 from fourfold.train.checkpoint.latest import steps
 from fourfold.train.checkpoint.manifest import find_damage
@@ -356,10 +354,10 @@ def save_gpt2(folder: str) -> None:
         checkpoints.save(training)
 
 
-def test_the_command_lists_verifies_shows_and_converts(
+def test_the_command_lists_verifies_and_shows(
     pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    run = str(tmp_path / "run")
     pool.run(save_gpt2, 4, run)
     assert main(["checkpoint", "ls", run]) == 0
     assert "the newest is step-7" in capsys.readouterr().out
@@ -369,15 +367,6 @@ def test_the_command_lists_verifies_shows_and_converts(
     said = capsys.readouterr().out
     assert all(word in said for word in ("z=2", "a test", "transformer.wte.weight [131, 32]", "step: 7"))
 
-    assert main(["checkpoint", "convert", run, out]) == 0
-    converted, stock = GPT2LMHeadModel.from_pretrained(out), build("gpt2")
-    for name, parameter in stock.named_parameters():
-        assert torch.equal(converted.get_parameter(name), parameter), name
-    assert main(["checkpoint", "convert", run, out]) == 2  # an occupied folder
-    assert main(["checkpoint", "convert", run, f"{out}-16", "--dtype", "bf16"]) == 0
-    half = load_file(f"{out}-16/model.safetensors")
-    assert {t.dtype for t in half.values()} == {torch.bfloat16}
-
     file = tmp_path / "run" / "step-7" / "rank-1.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     capsys.readouterr()
@@ -385,14 +374,4 @@ def test_the_command_lists_verifies_shows_and_converts(
     assert "rank-1.safetensors" in capsys.readouterr().out
     assert main(["checkpoint", "ls", run]) == 0
     assert "DAMAGED" in capsys.readouterr().out
-    assert main(["checkpoint", "convert", run, f"{out}-2"]) == 2
     assert main(["checkpoint", "info", run, "--step", "9"]) == 2
-
-
-def test_large_models_are_converted_into_several_files(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(save_gpt2, 4, str(tmp_path / "run"))
-    files = convert(open_folder(tmp_path / "run"), 7, open_folder(tmp_path / "out"), file_bytes=20_000)
-    assert sum(f.endswith(".safetensors") for f in files) > 2
-    converted = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
-    for name, parameter in build("gpt2").named_parameters():
-        assert torch.equal(converted.get_parameter(name), parameter), name

@@ -9,10 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 
 import fourfold as ff
 from fourfold import Grid, RankPool
-from tests.models import VOCABULARY, batch, build, construct, local_parameters
+from fourfold.train.config import EngineSection, ModelSection
+from fourfold.train.model import build_model
+from tests.models import VOCABULARY, batch, build, construct, local_parameters, part
 
 Shape = tuple[int, int, int, int]
 Piece = tuple[str, tuple[slice, ...], Tensor]
@@ -112,6 +115,30 @@ def test_a_loaded_model_has_the_loss_of_the_stock_one(
         for shape in ((1, 1, 2, 2), (2, 2, 1, 1), (1, 2, 1, 2)):
             for loss in pool.run(loaded_loss, 4, shape, kind, changes, folder):
                 assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def loaded_numbers(shape: Shape, folder: Path, expected: dict[str, Tensor]) -> tuple[int, list[str]]:
+    """How many tensors this rank has a part of, and which of those are not the parts expected."""
+    section, grid = ModelSection(pretrained=folder), Grid.create(shape)
+    model, report = build_model(section, EngineSection(), grid, seed=0)
+    found = local_parameters(model)
+    return len(found), [n for n, t in found.items() if not torch.equal(t, part(expected, report, grid, n))]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masters_are_the_stored_numbers_in_fp32(
+    pool: RankPool, tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    """As published models are: bfloat16 in several files, with a config.json that says so."""
+    stock = build(kind).to(dtype)
+    stock.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert AutoConfig.from_pretrained(tmp_path).dtype == dtype
+    expected = {name: tensor.detach().float() for name, tensor in stock.named_parameters()}
+    for count, wrong in pool.run(loaded_numbers, 4, (1, 2, 1, 2), tmp_path, expected):
+        assert count >= len(expected)
+        assert wrong == []
 
 
 def keep_and_load(shape: Shape, folder: Path) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""`fourfold checkpoint`: look at checkpoints, check them, and make Hugging Face folders of them; no rank is started."""
+"""`fourfold checkpoint`: look at checkpoints and check them; no rank is started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-DTYPES = ("fp32", "bf16", "fp16")
+from fourfold.cli import export
 
 
 def add_to(commands: Any) -> None:
@@ -19,12 +19,10 @@ def add_to(commands: Any) -> None:
     _action(actions, "ls", list_all, "the checkpoints, and whether their files are there")
     verify = _action(actions, "verify", verify_all, "hash every file and compare it with the manifest")
     info = _action(actions, "info", show, "what a checkpoint holds")
-    convert = _action(actions, "convert", to_hugging_face, "write the weights as from_pretrained reads them")
-    for action, default in ((verify, "all"), (info, "the newest"), (convert, "the newest valid one")):
+    for action, default in ((verify, "all"), (info, "the newest")):
         action.add_argument("--step", type=int, help=f"by default {default}")
     info.add_argument("--tensors", action="store_true", help="list every tensor")
-    convert.add_argument("out", help="an empty folder, or an fsspec URL")
-    convert.add_argument("--dtype", choices=DTYPES, help="cast the weights; by default they stay as they are")
+    export.add_to(actions, "convert")
 
 
 def _action(actions: Any, name: str, run: Any, what: str) -> argparse.ArgumentParser:
@@ -108,29 +106,6 @@ def show(options: argparse.Namespace) -> int:
                 print(f"  {name} {list(tensor.size)} {kind}, {len(tensor.chunks)} pieces")
     for key in ("step", "seed", "data", "schedule", "config", "versions"):
         print(f"{key}: {values[key]}")
-    return 0
-
-
-def to_hugging_face(options: argparse.Namespace) -> int:
-    import torch
-
-    from fourfold.train.checkpoint import latest
-    from fourfold.train.checkpoint.commit import step_name
-    from fourfold.train.checkpoint.convert import convert
-    from fourfold.train.checkpoint.folder import open_folder
-    from fourfold.train.checkpoint.manifest import Damaged, find_damage
-
-    root = open_folder(options.folder)
-    step, damaged = latest.newest_valid(
-        _steps(root, options.step), lambda step: find_damage(root.child(step_name(step)), step)
-    )
-    for lines in damaged.values():
-        print("\n".join(["damaged, and not converted:", *(f"  {line}" for line in lines)]))
-    if step is None:
-        raise Damaged(f"none of the {len(damaged)} checkpoints looked at in {root} is valid")
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(options.dtype or "")
-    files = convert(root, step, open_folder(options.out), dtype=dtype)
-    print(f"{step_name(step)} -> {options.out}: {', '.join(files)}")
     return 0
 
 

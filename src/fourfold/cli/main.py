@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fourfold.cli import calibrate, checkpoint, data, dryrun, init, plan, train
+from fourfold.cli import calibrate, checkpoint, data, dryrun, export, init, plan, train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dryrun.add_to(commands)
     calibrate.add_to(commands)
     checkpoint.add_to(commands)
+    export.add_to(commands)
     data.add_to(commands)
     init.add_to(commands)
     train.add_to(commands)

@@ -21,7 +21,8 @@ def build_model(
 ) -> tuple[nn.Module, Report]:
     """Built on meta; each rank draws or reads its own shards alone."""
     with torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(model_config(model))
+        # Masters are fp32, also of weights that are stored in fewer bits, as config.json then says.
+        module: nn.Module = AutoModelForCausalLM.from_config(model_config(model), dtype=torch.float32)
     report = parallelize(
         module,
         grid,

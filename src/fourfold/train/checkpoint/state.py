@@ -66,7 +66,7 @@ def capture(training: Training) -> Snapshot:
         "config": training.config,
         "schedule": training.schedule.state_dict() if training.schedule is not None else None,
         "optimizer": groups,
-        "model": json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None,
+        "model": _model_config(config, report) if hasattr(config, "to_json_string") else None,
         "grid": report.grid.shape,
         "versions": versions(),
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -118,6 +118,11 @@ def model_tensors(model: nn.Module, report: Report) -> dict[str, Held]:
             hf_name = name if layout is None else layout.hf_name
             tensors.setdefault(f"{MODEL}{hf_name}", Held()).add(Piece.of(state[name], layout))
     return tensors
+
+
+def _model_config(config: Any, report: Report) -> dict[str, Any]:
+    """What config.json says; its class, which a model made from a configuration does not note there, with it."""
+    return {**json.loads(config.to_json_string()), "architectures": [report.model]}
 
 
 def versions() -> dict[str, str]:

@@ -235,10 +235,22 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_rectangles(reader: Reader, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """A tensor's stored pieces one by one, with their offsets: what puts it together without a grid."""
+def read_rows(reader: Reader, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    """A tensor put together without a grid, in ``dtype``: some rows after others, in the same memory each time."""
     tensor = tensors(reader.metadata)[name]
-    for chunk in tensor.chunks:
-        piece = torch.empty(chunk.sizes, dtype=tensor.properties.dtype)
-        reader.read_into(piece, MetadataIndex(name, chunk.offsets), (0,) * len(chunk.sizes))
-        yield tuple(chunk.offsets), piece
+    dtype = dtype or tensor.properties.dtype
+    shape = tuple(tensor.size) or (1,)  # a single number is a row of one
+    rows_at_once = max(1, READ_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    buffer = torch.empty((min(rows_at_once, shape[0]), *shape[1:]), dtype=dtype)
+    for first in range(0, shape[0], rows_at_once):
+        stop = min(first + rows_at_once, shape[0])
+        rows = buffer[: stop - first]
+        for chunk in tensor.chunks:
+            offset, sizes = tuple(chunk.offsets) or (0,), tuple(chunk.sizes) or (1,)
+            low, high = max(first, offset[0]), min(stop, offset[0] + sizes[0])
+            if low < high:
+                inner = tuple(slice(o, o + n) for o, n in zip(offset[1:], sizes[1:], strict=True))
+                target = rows[(slice(low - first, high - first), *inner)]
+                where = (low - offset[0], *(0 for _ in inner))
+                reader.read_into(target, MetadataIndex(name, chunk.offsets), where)
+        yield rows

@@ -1,0 +1,77 @@
+"""`fourfold export`: a checkpoint as a folder that `from_pretrained` loads; no rank is started."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_to(commands: Any, name: str = "export") -> None:
+    """Under two names: `fourfold export`, and `fourfold checkpoint convert` beside the other actions."""
+    parser = commands.add_parser(
+        name,
+        help="make a Hugging Face folder of a checkpoint",
+        description="Write the weights of a checkpoint as sharded safetensors, with config.json, the tokenizer and a "
+        "model card, as from_pretrained loads them. The checkpoint is verified first. Memory stays at a few blocks of "
+        "a file, whatever the size of the model.",
+    )
+    parser.add_argument(
+        "checkpoint", help="a step-N, or the folder of a run's checkpoints; an fsspec URL is one too"
+    )
+    parser.add_argument("out", help="the folder to make, or an fsspec URL; it may not exist")
+    parser.add_argument("--step", type=int, help="by default the newest valid one")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="cast the weights (default: as they are)")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="a folder or a hub id (default: that of the run's first data set)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=size_bytes,
+        default="5GB",
+        metavar="SIZE",
+        help="of a file, as 5GB or 500MB; a larger tensor has a file of its own (default: 5GB)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    import torch
+
+    from fourfold.train.export import export
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(options.dtype or "")
+    exported = export(
+        options.checkpoint,
+        options.out,
+        step=options.step,
+        dtype=dtype,
+        tokenizer=options.tokenizer,
+        file_bytes=options.max_shard_size,
+    )
+    for note in exported.notes:
+        print(note)
+    print(
+        f"step-{exported.step} -> {options.out}: {exported.parameters:,} parameters, {exported.bytes:,} bytes, "
+        f"{', '.join(exported.files)}"
+    )
+    return 0
+
+
+def size_bytes(text: str) -> int:
+    """A number of bytes, or one with KB, MB, GB, KiB, MiB or GiB behind it.
+
+    Example:
+        >>> size_bytes("5GB"), size_bytes("1.5 MiB")
+        (5000000000, 1572864)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    unit = UNITS.get(match[2].upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number of bytes such as 500MB or 5GB")
+    return size

@@ -1,0 +1,39 @@
+"""Small versions of the benchmarks of training: what they promise holds, and a planted fault makes them fail."""
+
+import pytest
+
+from benchmarks import learn, quickstart, throughput
+
+SMALL = ["--hidden", "64", "--layers", "1", "--length", "64", "--vocabulary", "400", "--megabytes", "1"]
+
+
+@pytest.mark.limit(240)
+def test_a_small_run_learns_the_same_on_a_grid_and_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert learn.main([*SMALL, "--steps", "120", "--grids", "1,1,2,1"]) == 0
+    assert "the exported model writes: 'def __init__(self" in capsys.readouterr().out
+
+
+def test_curves_that_part_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    same = {1: 5.0, 2: 4.0}
+    assert learn.report({"one": same, "other": {1: 5.04, 2: 4.0}}, {})
+    assert not learn.report({"one": same, "other": {1: 5.06, 2: 4.0}}, {})
+    assert not learn.report({"one": same, "other": {1: 5.0, 2: 4.0, 3: 3.0}}, {})
+    assert "furthest apart: 1.20e-02 at step 1" in capsys.readouterr().out
+
+
+@pytest.mark.limit(300)
+def test_the_quick_start_word_by_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the environment of the tests; `python -m benchmarks.quickstart` makes one of its own."""
+    assert quickstart.main(["--here"]) == 0
+    said = capsys.readouterr().out
+    assert "README.md" in said  # the model card
+    assert "tokenizer.json" in said
+
+
+def test_throughput_is_measured_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Too small and too short for its bars; all of it is there."""
+    small = ["--hidden", "64", "--layers", "1", "--length", "32", "--sequences", "2", "--steps", "41"]
+    assert throughput.main(small) in (0, 1)
+    said = capsys.readouterr().out
+    assert "40 steps each, in turns" in said
+    assert "2 saves" in said
