@@ -97,10 +97,23 @@ What `--help` says of each. A command that fails ends with a code other than 0, 
 def commands_page() -> str:
     lines = [COMMANDS]
     for name, parser in leaves(parser_of_fourfold(), "fourfold"):
-        formatter = argparse.RawDescriptionHelpFormatter(name, width=110)
-        parser.formatter_class = lambda prog, made=formatter: made  # type: ignore[assignment]
-        lines += [f"## {name}", "", "```text", parser.format_help().rstrip(), "```", ""]
+        formatter = argparse.HelpFormatter(name, width=86)
+        formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
+        lines += [f"## {name}", "", parser.description or "", ""]
+        lines += ["```text", formatter.format_help().strip(), "```", ""]
+        rows = [row for action in parser._actions if (row := _row(formatter, action))]
+        if rows:
+            lines += ["| argument | what it does |", "|---|---|", *rows, ""]
     return "\n".join(lines)
+
+
+def _row(formatter: argparse.HelpFormatter, action: argparse.Action) -> str:
+    if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
+        return ""
+    words = formatter._format_action_invocation(action)
+    said = formatter._expand_help(action) if action.help else ""
+    cells = (f"`{words}`", re.sub(r"<(?=\w)", "&lt;", said))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def leaves(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
