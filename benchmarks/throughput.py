@@ -33,8 +33,8 @@ from fourfold.train.config import RunConfig, from_dict
 from fourfold.train.data.manifest import Manifest
 from fourfold.train.data.shards import ShardWriter, token_dtype
 from fourfold.train.data.tokenizer import TokenizerFacts
-from fourfold.train.run import callbacks_of
 from fourfold.train.trainer import Callback, StepResult, Trainer
+from fourfold.train.watchers import callbacks_of
 
 RATE = 0.97
 SAVING = 1.05

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fourfold.cli import calibrate, checkpoint, data, dryrun, export, init, plan, train
+from fourfold.cli import calibrate, checkpoint, data, dryrun, export, init, plan, report, train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data.add_to(commands)
     init.add_to(commands)
     train.add_to(commands)
+    report.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

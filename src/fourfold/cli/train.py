@@ -31,13 +31,19 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--ranks", type=int, help="of this machine, where the planner chooses the grid (its GPUs)"
     )
+    parser.add_argument(
+        "--profile", metavar="STEPS", help="write a trace of these steps for ui.perfetto.dev, such as 10:12"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     from fourfold.train.config import load_run
 
-    config = load_run(options.file, options.set)
+    changes = [*options.set]
+    if options.profile is not None:
+        changes.append(f'logging.profile_steps="{options.profile}"')
+    config = load_run(options.file, changes)
     if _is_rank():
         return _train(config, options)
     from fourfold.train.start import check, local_ranks, start_ranks
@@ -46,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     check(config)
     if ranks == 1:
         return _train(config, options)
-    command = [str(options.file), *(f"--set={change}" for change in options.set)]
+    command = [str(options.file), *(f"--set={change}" for change in changes)]
     return start_ranks(ranks, ["train", *command])
 
 

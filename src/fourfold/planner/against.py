@@ -182,11 +182,12 @@ def _show(seen: Comparison) -> str:
     table.add_row("step", seconds(seen.predicted_step_s), seconds(run.step_s), signed(gap_s), f"{gap_s / run.step_s:+.1%}",
                   style="bold")  # fmt: skip
     console.print(table)
-    console.print(_words(seen), highlight=False)
+    console.print(in_words(seen), highlight=False)
     return out.getvalue()
 
 
-def _words(seen: Comparison) -> str:
+def in_words(seen: Comparison) -> str:
+    """Where they differ most, and what would explain it."""
     run, worst = seen.run, seen.worst
     gap_s = run.parts_s[worst] - seen.predicted_s[worst]
     if abs(gap_s) <= _SHOWN * run.step_s:

@@ -5,12 +5,13 @@ The page stands alone: no script, nothing from a network. Every shape tells its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fourfold.planner.charts import COLOURS, bars, document, keys
 from fourfold.planner.cluster import Cluster
 from fourfold.planner.predicted_trace import TRACKS
 from fourfold.planner.search import Plan
@@ -20,18 +21,6 @@ from fourfold.planner.step_cost import Estimate
 if TYPE_CHECKING:
     from fourfold.planner.simulate import Simulated, Span
 
-# One colour for each component, the same in all pictures; told apart without red and green.
-_COLOURS = {
-    "matmul": "#4c78a8",
-    "attention": "#72b7b2",
-    "element-wise": "#9ecae9",
-    "recomputation": "#b6c3d1",
-    "optimizer": "#79706e",
-    "exposed x": "#f58518",
-    "exposed y": "#e45756",
-    "exposed z": "#b279a2",
-    "exposed data": "#ff9da6",
-}
 _MEMORY_COLOURS = {
     "parameters": "#4c78a8",
     "gradients": "#72b7b2",
@@ -51,18 +40,6 @@ _TRACK_COLOURS = {
 }
 _SHOWN = 12
 _ZOOM = 40
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fcfcfa; --line: #d8d8d4; --dim: #6b6b70; }
-@media (prefers-color-scheme: dark) { :root { --ink: #ececec; --paper: #17181a; --line: #3a3b3f; --dim: #a0a0a6; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto; max-width: 1080px; padding: 0 1rem; }
-h1 { font-size: 1.35rem; } h2 { font-size: 1.05rem; margin-top: 2.2rem; }
-p.note { color: var(--dim); } table { border-collapse: collapse; font-size: 13px; width: 100%; }
-td, th { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-td:nth-child(2), th:nth-child(2), td:last-child, th:last-child { text-align: left; }
-.scroll { overflow-x: auto; } svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
-svg text { fill: var(--ink); } svg text.on { fill: #fff; } svg text.dim { fill: var(--dim); } .axis { stroke: var(--line); } .limit { stroke: var(--ink); stroke-dasharray: 5 4; }
-.key { display: inline-block; margin-right: 1rem; } .key i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; }
-"""
 
 
 def write_page(
@@ -74,15 +51,17 @@ def write_page(
         f"<p class=note>Predictions; no device has run this. {len(plan.ranked)} of {plan.considered} layouts can run.</p>",
         _table(plan, best),
         "<h2>Where the time of a step goes</h2>",
-        _keys(_COLOURS),
-        _bars([(str(e.layout), components(e)) for e in best], _COLOURS, seconds),
+        keys(COLOURS),
+        _scrolled(bars([(str(e.layout), components(e)) for e in best], COLOURS, seconds)),
         "<h2>Memory of a rank at its peak, and the limit</h2>",
-        _keys(_MEMORY_COLOURS),
-        _bars(
-            [(str(e.layout), _memory(e)) for e in best],
-            _MEMORY_COLOURS,
-            lambda size: f"{size / 2**30:.1f} GiB",
-            limit=plan.memory_limit_bytes,
+        keys(_MEMORY_COLOURS),
+        _scrolled(
+            bars(
+                [(str(e.layout), _memory(e)) for e in best],
+                _MEMORY_COLOURS,
+                lambda size: f"{size / 2**30:.1f} GiB",
+                limit=plan.memory_limit_bytes,
+            )
         ),
         "<h2>The search space</h2>",
         "<p class=note>The best step of all layouts with so many tensor ranks (x y) and ranks over z; darker is faster, the "
@@ -93,11 +72,11 @@ def write_page(
         parts += ["<h2>The predicted timeline of the best layout</h2>", _timeline(timeline)]
     if cluster.source:
         parts.append(f"<p class=note>{escape(cluster.name)}: {escape(cluster.source)}</p>")
-    body = "\n".join(parts)
-    path.write_text(
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
-        f"<meta name=viewport content='width=device-width, initial-scale=1'><style>{_STYLE}</style><body>{body}</body></html>"
-    )
+    path.write_text(document(title, parts))
+
+
+def _scrolled(picture: str) -> str:
+    return f"<div class=scroll>{picture}</div>"
 
 
 def _memory(estimate: Estimate) -> dict[str, float]:
@@ -112,42 +91,6 @@ def _table(plan: Plan, best: Sequence[Estimate]) -> str:
         for place, e in enumerate(best, 1)
     )
     return f"<div class=scroll><table><tr>{head}{rows}</table></div>"
-
-
-def _keys(colours: dict[str, str]) -> str:
-    return "<p>" + "".join(
-        f"<span class=key><i style='background:{colour}'></i>{name}</span>" for name, colour in colours.items()
-    )  # fmt: skip
-
-
-def _bars(
-    rows: list[tuple[str, dict[str, float]]],
-    colours: dict[str, str],
-    say: Callable[[float], str],
-    limit: float | None = None,
-) -> str:
-    """Stacked bars, one below the other."""
-    label, width, step = 360, 600, 26
-    longest = max([sum(parts.values()) for _, parts in rows] + ([limit] if limit else []))
-    height = step * len(rows) + 8
-    shapes = []
-    for i, (name, parts) in enumerate(rows):
-        y = 4 + i * step
-        shapes.append(f"<text x={label - 8} y={y + 15} text-anchor=end>{escape(name)}</text>")
-        x = float(label)
-        for part, value in parts.items():
-            long = value / longest * width
-            if long > 0:
-                shapes.append(
-                    f"<rect x={x:.1f} y={y} width={long:.2f} height={step - 6} fill='{colours[part]}'>"
-                    f"<title>{part}: {say(value)}</title></rect>"
-                )
-            x += long
-        shapes.append(f"<text x={x + 6:.1f} y={y + 15}>{say(sum(parts.values()))}</text>")
-    if limit:
-        x = label + limit / longest * width
-        shapes.append(f"<line class=limit x1={x:.1f} x2={x:.1f} y1=0 y2={height} />")
-    return f"<svg viewBox='0 0 {label + width + 120} {height}'>{''.join(shapes)}</svg>"
 
 
 def _map(plan: Plan) -> str:

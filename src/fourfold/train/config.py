@@ -6,6 +6,7 @@ The sentences are the documentation: the schema, the page of the docs and the co
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -189,11 +191,29 @@ class LoggingSection(Section):
         10, description="Steps between two lines; on GPUs each waits for the device."
     )
     tensorboard: bool = Field(True, description="Write TensorBoard's files.")
-    wandb_project: str | None = Field(None, description="Log to Weights & Biases, under this project.")
-    mlflow_uri: str | None = Field(None, description="Log to MLflow, at this address.")
-    prometheus_port: PositiveInt | None = Field(
-        None, description="Serve metrics as text on rank 0, on loopback."
+    wandb_project: str | None = Field(
+        None, description="Log to Weights & Biases, under this project; needs the extra wandb."
     )
+    mlflow_uri: str | None = Field(
+        None, description="Log to MLflow, at this tracking address; needs the extra mlflow."
+    )
+    prometheus_port: PositiveInt | None = Field(
+        None, description="Serve the newest figures to Prometheus on rank 0; needs the extra prometheus."
+    )
+    prometheus_address: str = Field(
+        "127.0.0.1", description="Where that is served; by default to this machine alone."
+    )
+    profile_steps: str | None = Field(
+        None,
+        description="Steps to write traces of, for ui.perfetto.dev: the first and the last, as in 10:12.",
+    )
+
+    @field_validator("profile_steps")
+    @classmethod
+    def names_steps(cls, given: str | None) -> str | None:
+        if given is not None:
+            steps_of(given)
+        return given
 
 
 class RunConfig(Section):
@@ -227,6 +247,20 @@ class RunConfig(Section):
     def sequences(self) -> int:
         """Of the global batch."""
         return self.batch.tokens // self.data.sequence_length
+
+
+def steps_of(text: str) -> tuple[int, int]:
+    """The first and the last of some steps.
+
+    Example:
+        >>> steps_of("10:12"), steps_of("10")
+        ((10, 12), (10, 10))
+    """
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError("these are no steps; give the first and the last, such as 10:12, or one, such as 10")
+    return first, last
 
 
 class ConfigError(ValueError):

@@ -11,11 +11,9 @@ from fourfold.grid import Grid, join_world
 from fourfold.train.automatic import choose_layout
 from fourfold.train.checkpoint.save import Checkpoints
 from fourfold.train.config import RunConfig
-from fourfold.train.console import Lines
-from fourfold.train.evaluate import Evaluation
-from fourfold.train.metrics import JsonLines, TensorBoard
 from fourfold.train.stop import StopRequest
-from fourfold.train.trainer import Callback, Trainer
+from fourfold.train.trainer import Trainer
+from fourfold.train.watchers import callbacks_of
 
 
 def train(run: RunConfig) -> bool:
@@ -50,13 +48,3 @@ def on_all_ranks(run: RunConfig) -> RunConfig:
         raise ValueError(answer[1])
     chosen: RunConfig = answer[0]
     return chosen
-
-
-def callbacks_of(run: RunConfig) -> list[Callback]:
-    """Evaluation first: those after it show what it found."""
-    logging = run.logging
-    callbacks: list[Callback] = [Evaluation(run.evaluation.sequences, run.evaluation.every_steps)]
-    callbacks += [Lines(logging.every_steps), JsonLines(logging.folder, logging.every_steps)]
-    if logging.tensorboard:
-        callbacks.append(TensorBoard(logging.folder, logging.every_steps))
-    return callbacks

@@ -1,0 +1,53 @@
+"""Runs with all that stands beside their steps, on ranks of this machine."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fourfold.grid import Grid
+from fourfold.train.checkpoint import Checkpoints
+from fourfold.train.config import RunConfig
+from fourfold.train.stop import StopRequest
+from fourfold.train.trainer import Callback, StepResult, Trainer
+from fourfold.train.watchers import callbacks_of
+from tests.training import Losses, StopAt
+
+
+class SlowRank(Callback):
+    """The last rank sleeps in each step, and between steps, where an evaluation would make the others wait for it."""
+
+    def __init__(self, inside_s: float, between_s: float) -> None:
+        self._inside_s, self._between_s = inside_s, between_s
+
+    @contextmanager
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(self._inside_s)
+        yield
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(self._between_s)
+        trainer.grid.collectives.all_reduce(torch.ones(1), "z", "check").wait()
+
+
+def watch(
+    run: RunConfig, *before: Callback, after: Any = (), stop_at: int | None = None
+) -> tuple[dict[int, float], str]:
+    """(the loss by step, what was printed)."""
+    losses, request = Losses(), StopRequest()
+    shape = (run.grid.data, run.grid.z, run.grid.y, run.grid.x)
+    printed = StringIO()
+    with redirect_stdout(printed):
+        trainer = Trainer(run, Grid.create(shape), [*before, *callbacks_of(run), losses, *after])
+        if stop_at is not None:
+            trainer.callbacks.append(StopAt(stop_at, 0, request))
+        with Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep) as checkpoints:
+            trainer.train(checkpoints, request)
+    request.close()
+    return losses.by_step, printed.getvalue()
