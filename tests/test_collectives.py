@@ -37,6 +37,7 @@ def count_each_kind() -> list[tuple[str, str, str, int, int, int, float]]:
         collectives.all_reduce(torch.zeros(2), "x", "norm").wait()
         collectives.all_gather(torch.zeros(4, 6), torch.zeros(6), "x", "logits").wait()
         collectives.reduce_scatter(torch.zeros(7), torch.zeros(14), "z", "gradient").wait()
+        collectives.all_to_all(torch.zeros(4, 2), torch.zeros(4, 2), "x", "optimizer").wait()
     return account(entries)
 
 
@@ -49,12 +50,14 @@ def test_bytes_and_calls(pool: RankPool) -> None:
         ("x", "all_gather", "logits", 4, 1, 96, 72.0),
         # what is scattered, 14 fp32: 56 bytes, 1/2 of them
         ("z", "reduce_scatter", "gradient", 2, 1, 56, 28.0),
+        # what is dealt out, 4*2 fp32: 32 bytes, 3/4 of them
+        ("x", "all_to_all", "optimizer", 4, 1, 32, 24.0),
     ]
     for counted in pool.run(count_each_kind, 8):
         assert sorted(counted) == sorted(expected)
 
 
-def compute_each_kind() -> tuple[list[float], list[float], list[float], list[float]]:
+def compute_each_kind() -> list[list[float]]:
     grid = Grid.create(SHAPE)
     x, z = float(grid.coordinate("x")), float(grid.coordinate("z"))
     total, highest = torch.tensor([x, 10 * z]), torch.tensor([x, 10 * z])
@@ -63,16 +66,19 @@ def compute_each_kind() -> tuple[list[float], list[float], list[float], list[flo
     gathered, scattered = torch.zeros(4), torch.zeros(1)
     grid.collectives.all_gather(gathered, torch.tensor([x + 10 * z]), "x", "logits").wait()
     grid.collectives.reduce_scatter(scattered, torch.tensor([x, x + 100 + z]), "z", "gradient").wait()
-    return total.tolist(), highest.tolist(), gathered.tolist(), scattered.tolist()
+    dealt = torch.zeros(4)
+    grid.collectives.all_to_all(dealt, x + 10 * torch.arange(4.0), "x", "optimizer").wait()
+    return [t.tolist() for t in (total, highest, gathered, scattered, dealt)]
 
 
 def test_values(pool: RankPool) -> None:
-    for rank, (total, highest, gathered, scattered) in enumerate(pool.run(compute_each_kind, 8)):
+    for rank, (total, highest, gathered, scattered, dealt) in enumerate(pool.run(compute_each_kind, 8)):
         x, z = rank % 4, rank // 4
         assert total == [0 + 1 + 2 + 3, 4 * 10 * z]
         assert highest == [3, 10 * z]
         assert gathered == [10 * z, 10 * z + 1, 10 * z + 2, 10 * z + 3]
         assert scattered == [2 * x if z == 0 else 2 * x + 201]
+        assert dealt == [10 * x, 10 * x + 1, 10 * x + 2, 10 * x + 3]
 
 
 def gather_logits(vocabulary: int) -> Any:
@@ -100,6 +106,7 @@ def count_on_axes_of_one() -> tuple[list[float], int]:
             collectives.all_reduce(tensor, axis, "activation").wait()
             collectives.all_gather(output, tensor, axis, "logits").wait()
             collectives.reduce_scatter(tensor, output, axis, "gradient").wait()
+            collectives.all_to_all(output, tensor, axis, "optimizer").wait()
             values += [output.item(), tensor.item()]
             leaf = tensor.requires_grad_()
             for form in (sum_forward, sum_backward, sum_both):

@@ -17,7 +17,7 @@ from tests.documented import blocks
 
 MODULES = sorted(m.name for m in pkgutil.walk_packages(ff.__path__, "fourfold."))
 # They make a world of their own, or need none; all others are shown on a rank.
-ALONE = ("fourfold.cli", "fourfold.dry_run", "fourfold.planner")
+ALONE = ("fourfold.cli", "fourfold.dry_run", "fourfold.launch", "fourfold.planner")
 
 
 def run_examples(name: str, folder: str) -> tuple[int, list[str]]:

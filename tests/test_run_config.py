@@ -57,6 +57,7 @@ def test_the_least_file_is_a_run():
             r"\[data\.sources\.0\] has no field 'wieght'; did you mean 'weight'",
         ),
         ("data.sources=[]", r"data\.sources"),
+        ("engine.compile=true", r"engine.*compile=true is refused.*leave it false"),
     ],
 )
 def test_a_mistake_is_named_with_the_way_out(change, words):

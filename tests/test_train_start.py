@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fourfold.cli.main import main
+from fourfold.launch import CONTINUE
 from fourfold.train.automatic import choose_layout
 from fourfold.train.config import from_dict
 from fourfold.train.describe_config import toml_value
@@ -109,6 +110,7 @@ def test_the_command_starts_ranks_stops_when_asked_and_goes_on(tmp_path: Path) -
     finally:
         process.kill()
     assert "stopped and saved" in said, said
+    assert process.returncode == CONTINUE
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     folders = sorted(int(p.name.split("-")[1]) for p in (tmp_path / "checkpoints").iterdir())
     assert folders[-1] == steps[-1]

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fourfold.launch import CONTINUE
+
 if TYPE_CHECKING:
     from fourfold.train.config import RunConfig
 
@@ -18,7 +20,8 @@ def add_to(commands: Any) -> None:
         help="train a model as a file says",
         description="Train a model as a TOML file says. Alone it starts a rank on every device that the grid needs, or on "
         "the CPU; under torchrun or srun it joins the ranks that are there. Run the same command again after an "
-        "interruption: it goes on from the newest checkpoint, also on another grid.",
+        "interruption: it goes on from the newest checkpoint, also on another grid. Asked to stop (SIGINT, SIGTERM or SIGUSR1), it "
+        f"saves after the step and ends with status {CONTINUE}.",
     )
     parser.add_argument("file", type=Path, help="the run's file; `fourfold init` writes one")
     parser.add_argument(
@@ -64,7 +67,8 @@ def _is_rank() -> bool:
 def _train(config: RunConfig, options: argparse.Namespace) -> int:
     from fourfold.train.run import train  # torch takes seconds to import
 
-    is_done = train(config)
-    if not is_done and os.environ.get("RANK", "0") == "0":
+    if train(config):
+        return 0
+    if os.environ.get("RANK", "0") == "0":
         print(f"stopped and saved; the same command goes on: fourfold train {options.file}", file=sys.stderr)
-    return 0  # a stop that was asked for is no failure: torchrun must not start the ranks again
+    return CONTINUE

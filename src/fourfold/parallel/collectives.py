@@ -6,6 +6,7 @@ Sizes are those of a ring, which is what every large-message algorithm sends per
     all-reduce      2 (G-1)/G x payload        payload: the tensor
     all-gather        (G-1)/G x payload        payload: the gathered result
     reduce-scatter    (G-1)/G x payload        payload: the tensor before it is scattered
+    all-to-all        (G-1)/G x payload        payload: what a rank deals out, its own part among it
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from fourfold.grid import Axis
 from fourfold.parallel.clock import busy_s, clock_of
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 # What a collective is for. Activations and weights are the algorithm's traffic; the rest is small and listed apart.
-Purpose = Literal["activation", "weight", "gradient", "norm", "loss", "clip", "replica", "logits", "check"]
+Purpose = Literal[
+    "activation", "weight", "gradient", "norm", "loss", "clip", "replica", "logits", "check", "optimizer"
+]
 _Key = tuple[Axis, Kind, Purpose]
 _UNREAD = 4096  # waits on CUDA whose times are kept unread at most
 
@@ -356,6 +359,18 @@ class Collectives:
             torch.sum(parts.view(self.size(axis), -1), dim=0, out=output.view(-1))
 
         return self._pending(work, key, flight, output, tensor, parts, finish=add_up)
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose, *, module: str = ""
+    ) -> Pending:
+        """Part i of ``tensor``, cut along its first dim, goes to rank i; ``output`` has what the ranks sent here."""
+        if self.size(axis) == 1:
+            output.view(-1).copy_(tensor.view(-1))
+            return _DONE
+        flight = self._start(axis, "all_to_all", purpose, tensor, module)
+        group = self._groups[axis]
+        work = dist.all_to_all_single(output.view(-1), tensor.view(-1), group=group, async_op=True)
+        return self._pending(cast(dist.Work, work), (axis, "all_to_all", purpose), flight, output, tensor)
 
     # -- FSDP2's collectives, led through the same account ----------------------------------------------------------
 

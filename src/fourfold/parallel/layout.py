@@ -39,18 +39,22 @@ class Layout:
         starts[dim], shape[dim] = start, length
         return Layout(whole.hf_name, whole.hf_shape, tuple(starts), tuple(shape), whole.cuts)
 
-    def block(self, grid: Grid) -> tuple[slice, ...]:
-        """What of the parameter this rank's place on y and x holds, all of z together; relative to the parameter."""
+    def block(self, grid: Grid, place: Mapping[Axis, int] | None = None) -> tuple[slice, ...]:
+        """What of the parameter this rank's place on y and x holds, all of z together; relative to the parameter.
+
+        ``place``: that of another rank, by its coordinates.
+        """
         index = [slice(0, size) for size in self.shape]
         for axis, dim in self.cuts.items():
-            index[dim] = chunk(self.shape[dim], grid.size(axis), grid.coordinate(axis))
+            which = grid.coordinate(axis) if place is None else place[axis]
+            index[dim] = chunk(self.shape[dim], grid.size(axis), which)
         return tuple(index)
 
-    def shard(self, grid: Grid) -> tuple[slice, ...]:
-        """What of the parameter this rank stores; relative to the parameter."""
-        index = list(self.block(grid))
+    def shard(self, grid: Grid, place: Mapping[Axis, int] | None = None) -> tuple[slice, ...]:
+        """What of the parameter this rank stores, or the one at ``place``; relative to the parameter."""
+        index = list(self.block(grid, place))
         outer = index[0]
-        inner = chunk(outer.stop - outer.start, grid.z, grid.coordinate("z"))
+        inner = chunk(outer.stop - outer.start, grid.z, grid.coordinate("z") if place is None else place["z"])
         index[0] = slice(outer.start + inner.start, outer.start + inner.stop)
         return tuple(index)
 

@@ -26,6 +26,7 @@ def predict(
     measured, inner = cluster.measured, inner_ranks(shape)
 
     def collective(start: Start) -> float:
+        assert start.kind != "all_to_all"  # Muon's alone, and what is rehearsed steps with AdamW
         return collective_s(start.kind, start.payload_bytes, start.ranks, inner[start.axis], cluster)
 
     def start_s(start: Start) -> float:

@@ -97,9 +97,12 @@ class OptimizerSection(Section):
     """The optimizer and what happens to gradients before it."""
 
     name: Literal["adamw", "muon"] = Field(
-        "adamw", description="AdamW, or Muon for matrices with AdamW for the rest."
+        "adamw", description="AdamW, or Muon for the matrices of the blocks with AdamW for the rest."
     )
-    lr: PositiveFloat = Field(3e-4, description="The learning rate after warm-up.")
+    lr: PositiveFloat = Field(
+        3e-4, description="The learning rate after warm-up; Muon scales it to updates of AdamW's size."
+    )
+    momentum: Fraction = Field(0.95, description="Muon's momentum; AdamW has none.")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW's two rates of decay.")
     eps: PositiveFloat = Field(1e-8, description="AdamW's smallest denominator.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
@@ -164,7 +167,16 @@ class EngineSection(Section):
         0,
         description="With streamed weights: so many gathered bytes wait for backward instead of coming twice.",
     )
-    compile: bool = Field(False, description="torch.compile the blocks, where that works.")
+    compile: bool = Field(False, description="Refused if true: with compiled blocks a grid is not exact.")
+
+    @model_validator(mode="after")
+    def not_compiled(self) -> EngineSection:
+        if self.compile:
+            raise ValueError(
+                "compile=true is refused: with blocks under torch.compile a grid's gradients are not those of one process "
+                "(docs/decisions/0016-compile.md); leave it false"
+            )
+        return self
 
 
 class CheckpointSection(Section):

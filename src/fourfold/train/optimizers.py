@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fourfold.parallel.optimizer import on_shards
+from fourfold.parallel.report import Report
 from fourfold.train.config import OptimizerSection
+from fourfold.train.muon import MuonOnShards, split_matrices
 
 
-def build_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, section: OptimizerSection, report: Report) -> torch.optim.Optimizer:
     """Matrices decay, norms and biases do not."""
+    adamw: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
     if section.name == "muon":
-        raise ValueError("optimizer.name='muon' is not there yet; use 'adamw'")
-    return on_shards(torch.optim.AdamW)(
-        groups_by_decay(model, section.weight_decay), lr=section.lr, betas=section.betas, eps=section.eps
-    )
+        matrices, others = split_matrices(model)
+        muon = {"params": matrices, "muon": True, "weight_decay": section.weight_decay}
+        groups = [muon, *groups_by_decay(others, section.weight_decay)]
+        return MuonOnShards(groups, model, report, momentum=section.momentum, **adamw)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return on_shards(torch.optim.AdamW)(groups_by_decay(trained, section.weight_decay), **adamw)
 
 
-def groups_by_decay(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    decaying = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+def groups_by_decay(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    parameters = list(parameters)
+    decaying = [p for p in parameters if p.ndim >= 2]
+    others = [p for p in parameters if p.ndim < 2]
     groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

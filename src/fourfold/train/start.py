@@ -60,16 +60,17 @@ def check(run: RunConfig) -> None:
 
 
 def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
-    """`fourfold ARGUMENTS` on so many ranks of this machine."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+    """`fourfold ARGUMENTS` on so many ranks of this machine; what they end with."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from fourfold.launch import agent
 
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     try:
-        main(["--standalone", f"--nproc-per-node={ranks}", "-m", "fourfold", *arguments])
-    except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        return int(first.exitcode) if first.exitcode > 0 else 1
-    return 0
+        return agent.main(["--standalone", f"--nproc-per-node={ranks}", "-m", "fourfold", *arguments])
+    except (
+        SignalException
+    ) as interrupted:  # the ranks had it too, and saved, or were ended after half a minute
+        return 128 + interrupted.sigval

@@ -51,7 +51,8 @@ class StopRequest:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # Asked again on its way out, the process is not to die of it: all is saved.
+                signal.signal(number, signal.SIG_IGN if self._heard_s is not None else handler)
 
     def agreed(self) -> bool:
         """Had any rank heard a request when it was asked last? The same answer on all of them."""

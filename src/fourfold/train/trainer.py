@@ -89,7 +89,7 @@ class Trainer:
             vocab_size=int(self.model.config.vocab_size),  # type: ignore[union-attr,arg-type]
             device=grid.device,
         )
-        self.optimizer = build_optimizer(self.model, run.optimizer)
+        self.optimizer = build_optimizer(self.model, run.optimizer, self.report)
         self.training = Training(
             self.model,
             self.optimizer,

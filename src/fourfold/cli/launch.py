@@ -1,0 +1,219 @@
+"""`fourfold launch slurm` and `fourfold launch kubernetes`: from a run's file to a job of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("launch", help="start a run on a cluster")
+    systems = parser.add_subparsers(required=True, metavar="SYSTEM")
+    _add_slurm(systems)
+    _add_kubernetes(systems)
+
+
+def _add_slurm(systems: Any) -> None:
+    parser = systems.add_parser(
+        "slurm",
+        help="write a batch script, and submit it",
+        description="Write a script for sbatch, and submit it. Before the time limit the run saves and is requeued, "
+        "until it has all its steps.",
+    )
+    _add_world(parser)
+    parser.add_argument("--time", help="time limit of a start, as sbatch takes it (default: the partition's)")
+    parser.add_argument("--partition")
+    parser.add_argument("--account")
+    parser.add_argument("--constraint", help="features that the nodes have to have")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other option of sbatch, such as qos=high or exclusive",
+    )
+    parser.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="a line of the script before the run, such as 'module load cuda'",
+    )
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where it runs (default: here)")
+    parser.add_argument("--logs", type=Path, help="folder of the logs (default: the run's logging.folder)")
+    parser.add_argument("--python", default=sys.executable, help="on the nodes (default: this one)")
+    parser.add_argument(
+        "--warning-s",
+        type=int,
+        default=120,
+        help="seconds before the time limit at which the run is told to save (default: 120)",
+    )
+    parser.add_argument("--max-requeues", type=int, default=100, help="(default: 100)")
+    parser.add_argument("--out", type=Path, help="the script (default: beside the run's file)")
+    parser.add_argument("--dry-run", action="store_true", help="write the script, but do not submit it")
+    parser.add_argument("--print", action="store_true", help="only show the script")
+    parser.set_defaults(run=slurm)
+
+
+def _add_kubernetes(systems: Any) -> None:
+    parser = systems.add_parser(
+        "kubernetes",
+        help="write the manifest of a JobSet",
+        description="Write a manifest for kubectl apply: a JobSet with a pod for each node, and the run's file in a "
+        "ConfigMap. The cluster has to have the JobSet controller.",
+    )
+    _add_world(parser)
+    parser.add_argument("--image", required=True, help="that has fourfold installed")
+    parser.add_argument("--namespace", help="(default: kubectl's)")
+    parser.add_argument(
+        "--claim",
+        metavar="NAME[:PATH]",
+        help="a PersistentVolumeClaim that all pods can write, and where it is mounted (default path: /data)",
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where it runs (default: the claim's path): relative paths start there"
+    )
+    parser.add_argument("--gpu-resource", default="nvidia.com/gpu", help="(default: nvidia.com/gpu)")
+    parser.add_argument("--cpus", help="of a pod, such as 32")
+    parser.add_argument("--memory", help="of a pod, such as 256Gi")
+    parser.add_argument("--shared-memory", default="16Gi", help="/dev/shm of a pod (default: 16Gi)")
+    parser.add_argument(
+        "--node-selector", action="append", default=[], metavar="LABEL=VALUE", help="which nodes to take"
+    )
+    parser.add_argument(
+        "--warning-s",
+        type=int,
+        default=120,
+        help="seconds that a pod has to save before it is killed (default: 120)",
+    )
+    parser.add_argument("--max-restarts", type=int, default=10, help="after failures (default: 10)")
+    parser.add_argument("--out", type=Path, help="the manifest (default: standard output)")
+    parser.set_defaults(run=kubernetes)
+
+
+def _add_world(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="run.toml", help="the run")
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="with a rank on each (default: the grid's ranks of a node)"
+    )
+    parser.add_argument("--ranks-per-node", type=int, help="alone: on CPUs")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="another value than the file's, such as optimizer.lr=1e-4",
+    )
+    parser.add_argument("--name", help="of the job (default: the file's name)")
+
+
+def slurm(options: argparse.Namespace) -> int:
+    from fourfold.launch.slurm import SlurmJob, render, submit
+    from fourfold.launch.world import train_command
+
+    config, world = _checked(options)
+    folder = options.folder.resolve()
+    logs = folder / (options.logs or config.logging.folder)
+    common = {name: getattr(options, name) for name in ("time", "partition", "account", "constraint")}
+    job = SlurmJob(
+        world,
+        train_command(options.file.resolve(), options.set),
+        name=options.name or options.file.stem,
+        folder=folder,
+        logs=logs,
+        python=options.python,
+        options={
+            **{name: value for name, value in common.items() if value is not None},
+            **dict(_pair(text) for text in options.sbatch),
+        },
+        setup=options.setup,
+        warning_s=options.warning_s,
+        max_requeues=options.max_requeues,
+    )
+    script = render(job)
+    if options.print:
+        print(script, end="")
+        return 0
+    out = options.out or options.file.with_suffix(".sbatch")
+    out.write_text(script)
+    if options.dry_run:
+        logs.mkdir(parents=True, exist_ok=True)  # Slurm does not make it
+        print(f"wrote {out}; submit it with: sbatch {out}")
+        return 0
+    number = submit(out, logs)
+    print(f"submitted {out} as job {number}; it writes to {logs}/slurm-{number}.out and {logs}/{number}/")
+    return 0
+
+
+def kubernetes(options: argparse.Namespace) -> int:
+    from fourfold.launch.kubernetes import KubernetesJob, manifest
+
+    config, world = _checked(options)
+    claim, _, path = (options.claim or "").partition(":")
+    path = path or "/data"
+    _check_checkpoints_stay(config.checkpoints.folder, Path(path) if claim else None, options.folder)
+    job = KubernetesJob(
+        world,
+        run=options.file.read_text(),
+        changes=options.set,
+        name=options.name or re.sub("[^a-z0-9]+", "-", options.file.stem.lower()).strip("-"),
+        image=options.image,
+        namespace=options.namespace,
+        claim=claim or None,
+        claim_path=Path(path),
+        folder=options.folder,
+        gpu_resource=options.gpu_resource,
+        cpus=options.cpus,
+        memory=options.memory,
+        shared_memory=options.shared_memory,
+        node_selector={name: value or "" for name, value in map(_pair, options.node_selector)},
+        warning_s=options.warning_s,
+        max_restarts=options.max_restarts,
+    )
+    text = manifest(job)
+    if options.out is None:
+        print(text, end="")
+    else:
+        options.out.write_text(text)
+        print(f"wrote {options.out}; start it with: kubectl apply -f {options.out}")
+    return 0
+
+
+def _checked(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The run and its world, refused before anybody waits for them."""
+    from fourfold.launch.world import world_of
+    from fourfold.train.config import load_run
+
+    config = load_run(options.file, options.set)
+    if not config.checkpoints.resume:
+        raise ValueError(
+            "checkpoints.resume is false: a job that is started again would begin at step 0; "
+            "use --set checkpoints.resume=true"
+        )
+    world = world_of(
+        config.grid,
+        options.nodes,
+        ranks_per_node=options.ranks_per_node,
+        gpus_per_node=options.gpus_per_node,
+    )
+    return config, world
+
+
+def _check_checkpoints_stay(checkpoints: str, claim: Path | None, folder: Path | None) -> None:
+    if "://" in checkpoints:
+        return
+    place = (folder or claim or Path("/")) / checkpoints
+    if claim is None or not place.is_relative_to(claim):
+        raise ValueError(
+            f"checkpoints.folder={checkpoints!r} would be {place} inside a pod, and gone with it; use --claim for a "
+            "volume and a folder on it, or --set checkpoints.folder=s3://bucket/run"
+        )
+
+
+def _pair(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    return name, value if equals else None

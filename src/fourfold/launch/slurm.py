@@ -1,0 +1,146 @@
+"""A job of Slurm: a script that a person can read and change, and its submission.
+
+The script's head holds every choice by name; its body (slurm.sh) is the same for all runs.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from fourfold.launch import CONTINUE
+from fourfold.launch.world import World
+
+# What the body relies on, and the option of `fourfold launch slurm` that sets it, if any does.
+SET_HERE = {
+    "nodes": "--nodes",
+    "ntasks": None,
+    "ntasks-per-node": None,
+    "gpus-per-node": "--gpus-per-node",
+    "signal": "--warning-s",
+    "requeue": None,
+    "no-requeue": "--max-requeues 0",
+    "open-mode": None,
+    "output": "--logs",
+    "chdir": "--folder",
+}
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """All choices of a job."""
+
+    world: World
+    # What each rank runs, as arguments of torchrun: a script or ``-m module``, and its arguments.
+    command: Sequence[str]
+    name: str
+    # Where it runs: relative paths in the run's file start there. All nodes have to see it.
+    folder: Path
+    logs: Path
+    python: str
+    # Options of sbatch by name; None for those without a value.
+    options: dict[str, str | None]
+    # Commands before the run, such as "module load cuda".
+    setup: Sequence[str] = ()
+    # From Slurm's warning to the time limit: a step and a checkpoint have to fit in.
+    warning_s: int = 120
+    max_requeues: int = 100
+
+    def __post_init__(self) -> None:
+        if self.warning_s < 10:
+            raise ValueError(f"--warning-s {self.warning_s} leaves no time to save; use 10 or more")
+        limit_s = _seconds(self.options.get("time"))
+        # Slurm may be a minute early.
+        if limit_s is not None and limit_s < self.warning_s + 120:
+            raise ValueError(
+                f"a time limit of {limit_s} s leaves too little before the warning, {self.warning_s} s before its end; "
+                f"use --time of {-(-(self.warning_s + 120) // 60)} minutes or more, or a smaller --warning-s"
+            )
+        for option, value in self.options.items():
+            if option in SET_HERE:
+                instead = SET_HERE[option]
+                raise ValueError(
+                    f"--sbatch {option} is set by the script itself"
+                    + (f"; use {instead}" if instead else ", which relies on it; leave it out")
+                )
+            if not re.fullmatch("[a-z][a-z0-9-]+", option):
+                raise ValueError(
+                    f"{option!r} is no option of sbatch; write its long name and a value, such as qos=high"
+                )
+            if value is not None and re.search(r"[\s#]", value):
+                raise ValueError(f"--sbatch {option}={value!r} has a space or a #, which ends its line early")
+
+
+def _seconds(limit: str | None) -> int | None:
+    """A time limit as sbatch reads it; None where there is none, or sbatch is to say what is wrong with it.
+
+    Example:
+        >>> [_seconds(limit) for limit in ("90", "90:30", "1:30:00", "2-0", "1-12:30", "infinite")]
+        [5400, 5430, 5400, 172800, 131400, None]
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit or "")
+    if found is None:
+        return None
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    # The first number is hours after days or among three, and minutes otherwise.
+    first_s = 3600 if days is not None or len(numbers) == 3 else 60
+    return int(days or 0) * 86400 + sum(
+        n * unit for n, unit in zip(numbers, (first_s, first_s // 60, 1), strict=False)
+    )
+
+
+def render(job: SlurmJob) -> str:
+    """The script."""
+    # Slurm splits these lines at spaces, unless they are quoted.
+    options = {
+        "job-name": shlex.quote(job.name),
+        "nodes": str(job.world.nodes),
+        "ntasks-per-node": "1",
+        **({"gpus-per-node": str(job.world.gpus_per_node)} if job.world.gpus_per_node else {}),
+        **job.options,
+        "chdir": shlex.quote(str(job.folder)),
+        "output": shlex.quote(f"{job.logs}/slurm-%j.out"),
+        "open-mode": "append",
+        "signal": f"B:USR1@{job.warning_s}",
+        "requeue": None,
+    }
+    choices = {
+        "nodes": job.world.nodes,
+        "ranks_per_node": job.world.ranks_per_node,
+        "logs": job.logs,
+        "warning_s": job.warning_s,
+        "max_requeues": job.max_requeues,
+        "continue_status": CONTINUE,
+    }
+    lines = [
+        "#!/bin/bash",
+        "# Written by `fourfold launch slurm`. Change what you like, and submit it with sbatch.",
+        *(f"#SBATCH --{name}" + ("" if value is None else f"={value}") for name, value in options.items()),
+        "",
+        *([*job.setup, ""] if job.setup else []),
+        f"python={shlex.quote(job.python)}",
+        f"command=({shlex.join(job.command)})",
+        *(f"export {name}={shlex.quote(str(value))}" for name, value in choices.items()),
+    ]
+    return "\n".join(lines) + "\n" + (files("fourfold.launch") / "slurm.sh").read_text()
+
+
+def submit(script: Path, logs: Path) -> str:
+    """Hand the script to Slurm; the job's number."""
+    # Slurm does not make the folder of its log, and a job without one fails before its first line, without a word.
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ValueError(
+            f"there is no sbatch here; run it where Slurm is: sbatch {script} (the folder {logs} has to exist)"
+        ) from None
+    if done.returncode:
+        raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")
+    return done.stdout.strip().split(";")[0]

@@ -1,0 +1,105 @@
+"""How many nodes with how many ranks, and whether that is the run's grid: asked before a job waits hours in a queue."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fourfold.train.config import GridSection
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a job. Without GPUs they run on CPUs."""
+
+    nodes: int
+    ranks_per_node: int
+    gpus_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+def world_of(
+    grid: GridSection, nodes: int, *, ranks_per_node: int | None = None, gpus_per_node: int | None = None
+) -> World:
+    """The world that a grid needs on so many nodes; refused if the numbers do not meet.
+
+    With neither ranks nor GPUs given, a node has its share of the grid, and a GPU for each rank. Ranks alone are
+    ranks on CPUs.
+
+    Example:
+        >>> world_of(GridSection(data=2, z=4), nodes=4)
+        World(nodes=4, ranks_per_node=2, gpus_per_node=2)
+        >>> world_of(GridSection(data=2, z=4), nodes=4, gpus_per_node=4)
+        Traceback (most recent call last):
+        ValueError: the grid data=2 z=4 y=1 x=1 has 8 ranks, but 4 nodes of 4 ranks have 16; use --nodes 2 or --set grid.data=4
+    """
+    for option, number in (
+        ("--nodes", nodes),
+        ("--ranks-per-node", ranks_per_node),
+        ("--gpus-per-node", gpus_per_node),
+    ):
+        if number is not None and number < 1:
+            raise ValueError(f"{option} {number} is not a number of them; use 1 or more")
+    size = math.prod((grid.data, grid.z, grid.y, grid.x))
+    if ranks_per_node is None and gpus_per_node is None:
+        ranks_per_node = gpus_per_node = _share(grid, size, nodes)
+    elif ranks_per_node is None:
+        ranks_per_node = gpus_per_node
+    assert ranks_per_node is not None
+    if gpus_per_node is not None and gpus_per_node < ranks_per_node:
+        raise ValueError(
+            f"{ranks_per_node} ranks of a node need a GPU each, but it has {gpus_per_node}; "
+            f"use --ranks-per-node {gpus_per_node}, or leave out --gpus-per-node for ranks on CPUs"
+        )
+    world = World(nodes, ranks_per_node, gpus_per_node or 0)
+    if not grid.auto and world.ranks != size:
+        raise ValueError(
+            f"the grid {_words(grid)} has {size} ranks, but {nodes} nodes of {ranks_per_node} ranks have "
+            f"{world.ranks}; use {_way_out(grid, size, world)}"
+        )
+    return world
+
+
+def train_command(run: Path, changes: Sequence[str]) -> list[str]:
+    """What each rank runs, as arguments of torchrun."""
+    return [
+        "-m",
+        "fourfold.cli.main",
+        "train",
+        str(run),
+        *(part for change in changes for part in ("--set", change)),
+    ]
+
+
+def _share(grid: GridSection, size: int, nodes: int) -> int:
+    if grid.auto:
+        raise ValueError(
+            "grid.auto leaves the number of ranks open; say --gpus-per-node (a rank on each), "
+            "or --ranks-per-node for ranks on CPUs"
+        )
+    if size % nodes:
+        fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ValueError(
+            f"the grid {_words(grid)} has {size} ranks, which {nodes} nodes do not share equally; "
+            f"use --nodes {fitting}, or another grid"
+        )
+    return size // nodes
+
+
+def _way_out(grid: GridSection, size: int, world: World) -> str:
+    ways = []
+    if size % world.ranks_per_node == 0:
+        ways.append(f"--nodes {size // world.ranks_per_node}")
+    rest = grid.z * grid.y * grid.x
+    if world.ranks % rest == 0:
+        ways.append(f"--set grid.data={world.ranks // rest}")
+    return " or ".join(ways) or f"a grid of {world.ranks} ranks"
+
+
+def _words(grid: GridSection) -> str:
+    return f"data={grid.data} z={grid.z} y={grid.y} x={grid.x}"

@@ -1,0 +1,191 @@
+"""Jobs on a real Slurm of two nodes: they start, are warned, saved, requeued and cancelled as the script promises."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fourfold.cli.main import main
+from fourfold.launch.slurm import SlurmJob, render, submit
+from fourfold.launch.world import World
+from tests import slurm
+from tests.slurm import state, wait_until
+
+RUN = """\
+[model]
+config = "tiny/config.json"
+[data]
+sources = [{ path = "text" }]
+sequence_length = 128
+[batch]
+tokens = 1024
+[grid]
+data = 2
+z = 4
+"""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    reason = slurm.why_not()
+    if reason:
+        pytest.skip(reason)
+    with slurm.slurm(tmp_path_factory.mktemp("slurm")):
+        yield
+
+
+def job_of(folder: Path, command: Sequence[str], nodes: int = 2) -> SlurmJob:
+    return SlurmJob(
+        World(nodes, ranks_per_node=1, gpus_per_node=0),
+        command,
+        name="a run",
+        folder=folder,
+        logs=folder / "logs",
+        python=sys.executable,
+        options={"time": "10", "partition": "main"},
+        warning_s=60,
+    )
+
+
+def submit_job(job: SlurmJob) -> str:
+    script = job.folder / "run.sbatch"
+    script.write_text(render(job))
+    return submit(script, job.logs)
+
+
+def said(folder: Path) -> str:
+    """All that a job left in its logs, for the message of a test that fails."""
+    return "\n".join(f"== {p}\n{p.read_text()}" for p in sorted(folder.rglob("logs/**/*")) if p.is_file())
+
+
+def reach(job: str, wanted: str, folder: Path, limit_s: float = 90) -> None:
+    wait_until(lambda: state(job) in (wanted, *ENDED), f"{wanted} job", limit_s)
+    assert state(job) == wanted, said(folder)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_warned_job_saves_is_requeued_and_goes_on(tmp_path):
+    folder = tmp_path / "with a space"
+    folder.mkdir()
+    job = submit_job(job_of(folder, ["-m", "tests.slurm_rank", str(folder)]))
+    wait_until(lambda: len(list(folder.glob("rank-*-from-0"))) == 2, "two ranks", 90)
+    # What Slurm does $warning_s before the time limit.
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
+    reach(job, "PENDING", folder)
+    saved = json.loads((folder / "saved.json").read_text())
+    assert all("SIGUSR1" in heard for heard in saved["heard"]), saved
+    # Slurm lets a requeued job wait for two minutes. Seconds are enough, but they are needed: a node that ended a job
+    # in this very second takes it for killed.
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], check=True)
+    reach(job, "COMPLETED", folder)
+    assert len(list(folder.glob(f"rank-*-from-{saved['step']}"))) == 2
+    log = (folder / f"logs/slurm-{job}.out").read_text()
+    assert "start 0 ended with status 85" in log
+    assert "start 1 ended with status 0" in log
+    for node in (0, 1):
+        assert f"of 2 on n{node}" in (folder / f"logs/{job}/node-{node}.log").read_text()
+        ranks = [p.read_text() for p in folder.glob(f"logs/{job}/node-{node}/*/attempt_0/0/stdout.log")]
+        assert len(ranks) == 2, said(folder)
+        assert all(f"of 2 on n{node}" in rank for rank in ranks)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_cancelled_job_saves_and_is_not_requeued(tmp_path):
+    job = submit_job(job_of(tmp_path, ["-m", "tests.slurm_rank", str(tmp_path)], nodes=1))
+    wait_until((tmp_path / "rank-0-from-0").exists, "rank", 90)
+    subprocess.run(["scancel", job], check=True)
+    wait_until((tmp_path / "saved.json").exists, "checkpoint", 20)
+    wait_until(lambda: not slurm.ask("squeue", "-h"), "empty queue", 30)
+    assert state(job) == "CANCELLED"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_run_that_fails_fails_its_job(tmp_path):
+    job = submit_job(job_of(tmp_path, ["--no-python", "false"], nodes=1))
+    reach(job, "FAILED", tmp_path)
+    assert "start 0 ended with status 1" in (tmp_path / f"logs/slurm-{job}.out").read_text()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ranks_that_do_not_end_are_requeued_as_they_are(tmp_path):
+    job = replace(job_of(tmp_path, ["--no-python", "sleep", "100"], nodes=1), warning_s=10)
+    number = submit_job(job)
+    wait_until(lambda: list(tmp_path.glob(f"logs/{number}/node-0/*")), "agent", 90)
+    subprocess.run(["scancel", "--signal=USR1", "--batch", number], check=True)
+    reach(number, "PENDING", tmp_path, 30)
+    assert "did not end in time" in (tmp_path / f"logs/slurm-{number}.out").read_text()
+    subprocess.run(["scancel", number], check=True)
+
+
+# -- the script, without a Slurm ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    file = tmp_path / "night run.toml"
+    file.write_text(RUN)
+    return file
+
+
+def test_the_script_shows_every_choice(run, capsys):
+    options = ["--partition", "gpu", "--account", "abc", "--time", "2:00:00", "--sbatch", "qos=high"]
+    options += ["--sbatch", "exclusive", "--constraint", "a100&nvlink", "--set", "optimizer.lr=1e-4"]
+    options += ["--setup", "module load cuda", "--warning-s", "300", "--max-requeues", "7", "--print"]
+    assert main(["launch", "slurm", str(run), "--nodes", "4", *options]) == 0
+    script = capsys.readouterr().out
+    head = script.splitlines()
+    for line in ("nodes=4", "gpus-per-node=2", "partition=gpu", "account=abc", "time=2:00:00", "qos=high"):
+        assert f"#SBATCH --{line}" in head
+    for line in ("exclusive", "requeue", "constraint=a100&nvlink", "signal=B:USR1@300", "open-mode=append"):
+        assert f"#SBATCH --{line}" in head
+    assert f"command=(-m fourfold.cli.main train '{run}' --set optimizer.lr=1e-4)" in head
+    assert {"module load cuda", "export max_requeues=7", "export ranks_per_node=2"} <= set(head)
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert not run.with_suffix(".sbatch").exists()
+
+
+def test_a_dry_run_writes_and_submits_nothing(run, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    launch = ["launch", "slurm", str(run), "--nodes", "2", "--folder", str(run.parent)]
+    assert main([*launch, "--dry-run"]) == 0
+    assert run.with_suffix(".sbatch").read_text().startswith("#!/bin/bash\n")
+    assert (run.parent / "logs").is_dir()
+    assert main(launch) == 2
+    assert "no sbatch here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--nodes", "4", "--gpus-per-node", "4"], ["8 ranks", "16", "--nodes 2", "grid.data=4"]),
+        (["--nodes", "3"], ["8 ranks", "3 nodes", "1, 2, 4, 8"]),
+        (["--nodes", "4", "--set", "grid.auto=true", "--set", "grid.cluster=x"], ["--gpus-per-node"]),
+        (["--nodes", "2", "--gpus-per-node", "2", "--ranks-per-node", "4"], ["4 ranks", "has 2"]),
+        (["--nodes", "0"], ["--nodes 0"]),
+        (["--nodes", "4", "--set", "checkpoints.resume=false"], ["checkpoints.resume"]),
+        (["--nodes", "4", "--set", "grid.dat=2"], ["'data'"]),
+        (["--nodes", "4", "--time", "3:30"], ["210 s", "120 s", "4 minutes"]),
+        (["--nodes", "4", "--sbatch", "signal=USR2@60"], ["--warning-s"]),
+        (["--nodes", "4", "--sbatch", "-p gpu"], ["no option of sbatch"]),
+        (["--nodes", "4", "--sbatch", "comment=two words"], ["space"]),
+        (["--nodes", "4", "--partition", "gpu\nrm -rf x"], ["space"]),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_waits(run, capsys, options, words):
+    assert main(["launch", "slurm", str(run), *options, "--print"]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert [word for word in words if word not in said.err] == [], said.err
+
+
+def test_a_planned_grid_takes_what_the_job_has(run, capsys):
+    auto = ["--set", "grid.auto=true", "--set", "grid.cluster=x", "--ranks-per-node", "3"]
+    assert main(["launch", "slurm", str(run), "--nodes", "5", *auto, "--print"]) == 0
+    script = capsys.readouterr().out
+    assert "export ranks_per_node=3" in script
+    assert "gpus-per-node" not in script.partition("\n\n")[0]
