@@ -87,13 +87,13 @@ def build_page(text: str, folder: Path) -> Path:
 
 
 def test_a_page_with_right_references_builds(tmp_path: Path) -> None:
-    right = "[a](run-file.md#grid) <!-- readme: Quick start -->\n\n::: fourfold.factorisations"
+    right = "[a](run-file.md#grid) \n\n[a](../README.md#quick-start)\n\n::: fourfold.factorisations"
     assert "All grids" in (build_page(right, tmp_path) / "index.html").read_text()
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["[a](nowhere.md)", "[a](run-file.md#nowhere)", "::: fourfold.nowhere", "<!-- readme: Nowhere -->"],
+    ["[a](nowhere.md)", "[a](run-file.md#nowhere)", "::: fourfold.nowhere", "[a](../README.md#nowhere)"],
 )
 def test_a_page_with_a_wrong_reference_fails_the_build(wrong: str, tmp_path: Path) -> None:
     with pytest.raises((Abort, KeyError)):

@@ -42,7 +42,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    return re.sub(r"<!-- readme: (.+?) -->", lambda found: readme_section(found[1]), markdown)
+    """A line that is nothing but a link to a heading of the README gives way to what stands below that heading."""
+    link = r"^\[[^\]]+\]\(\.\./README\.md#([\w-]+)\)$"
+    return re.sub(link, lambda found: readme_section(found[1]), markdown, flags=re.M)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -62,13 +64,14 @@ def _title(path: Path) -> str:
 # -- the README -----------------------------------------------------------------------------------------------------
 
 
-def readme_section(name: str) -> str:
+def readme_section(anchor: str) -> str:
     """The text below a heading of the README, its links seen from docs/."""
     parts = re.split(r"^## (.+)$", (ROOT / "README.md").read_text(), flags=re.M)
-    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
-    if name not in sections:
-        raise KeyError(f"README.md has no heading {name!r}; it has {', '.join(sections)}")
-    return re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", _link_from_docs, sections[name].strip())
+    anchors = [re.sub(r"[^\w ]", "", heading).lower().replace(" ", "-") for heading in parts[1::2]]
+    sections = dict(zip(anchors, parts[2::2], strict=True))
+    if anchor not in sections:
+        raise KeyError(f"README.md has no heading #{anchor}; it has {', '.join(sections)}")
+    return re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", _link_from_docs, sections[anchor].strip())
 
 
 def _link_from_docs(found: re.Match[str]) -> str:
