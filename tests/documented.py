@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from fourfold.cli.main import main as fourfold
+from fourfold.train.config import apply, from_dict
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")))
@@ -100,7 +101,7 @@ def check(command: str) -> None:
     """Raise ValueError if a program of the project would not take this command."""
     words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     if words[0] == "fourfold":
-        parse(fourfold, words[1:])
+        _check_fourfold(words[1:])
     elif words[0] == "torchrun":
         _check_torchrun(words[1:])
     elif words[0] == "srun":
@@ -118,6 +119,14 @@ def check(command: str) -> None:
         raise ValueError(f"nobody knows {words[0]!r}")
 
 
+def _check_fourfold(arguments: list[str]) -> None:
+    """The options, and what --set changes in a run's file."""
+    values: dict[str, Any] = {"model": {"config": "a"}, "data": {"sources": [{"path": "b"}]}}
+    for change in getattr(parse(fourfold, arguments), "set", []):
+        apply(values, change)
+    from_dict(values)
+
+
 def _check_torchrun(arguments: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
@@ -130,7 +139,7 @@ def _check_torchrun(arguments: list[str]) -> None:
 
 def _check_module(name: str, arguments: list[str]) -> None:
     if name == "fourfold":
-        parse(fourfold, arguments)
+        _check_fourfold(arguments)
     elif name.startswith(("benchmarks.", "fourfold.")) and find_spec(name):
         main = import_module(name).main
         if arguments or name.startswith("benchmarks."):
