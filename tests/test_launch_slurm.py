@@ -1,6 +1,7 @@
 """Jobs on a real Slurm of two nodes: they start, are warned, saved, requeued and cancelled as the script promises."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from fourfold.launch.slurm import SlurmJob, render, submit
 from fourfold.launch.world import World
 from tests import slurm
 from tests.slurm import state, wait_until
+from tests.training import as_toml, write_run
 
 RUN = """\
 [model]
@@ -69,29 +71,49 @@ def reach(job: str, wanted: str, folder: Path, limit_s: float = 90) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_warned_job_saves_is_requeued_and_goes_on(tmp_path):
+def test_a_warned_run_saves_is_requeued_and_goes_on(tmp_path, capsys):
+    """`fourfold launch slurm`, a rank on each of two nodes, warned in the middle; all of it is real."""
     folder = tmp_path / "with a space"
     folder.mkdir()
-    job = submit_job(job_of(folder, ["-m", "tests.slurm_rank", str(folder)]))
-    wait_until(lambda: len(list(folder.glob("rank-*-from-0"))) == 2, "two ranks", 90)
+    values = write_run(folder)
+    values["schedule"]["steps"] = 100_000
+    values["grid"] = {"x": 2}
+    file, metrics = folder / "run.toml", folder / "logs/metrics.jsonl"
+    file.write_text(as_toml(values))
+    options = [
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "1",
+        "--time",
+        "10",
+        "--partition",
+        "main",
+        "--warning-s",
+        "60",
+    ]
+    assert main(["launch", "slurm", str(file), *options, "--folder", str(folder)]) == 0
+    (job,) = re.findall(r"job (\d+)", capsys.readouterr().out)
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "three steps", 90)
     # What Slurm does $warning_s before the time limit.
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
     reach(job, "PENDING", folder)
-    saved = json.loads((folder / "saved.json").read_text())
-    assert all("SIGUSR1" in heard for heard in saved["heard"]), saved
+    saved = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").iterdir())
+    assert json.loads(metrics.read_text().splitlines()[-1])["step"] == saved
+    values["schedule"]["steps"] = saved + 2
+    file.write_text(as_toml(values))
     # Slurm lets a requeued job wait for two minutes. Seconds are enough, but they are needed: a node that ended a job
     # in this very second takes it for killed.
     subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], check=True)
     reach(job, "COMPLETED", folder)
-    assert len(list(folder.glob(f"rank-*-from-{saved['step']}"))) == 2
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(
+        range(1, saved + 3)
+    )
     log = (folder / f"logs/slurm-{job}.out").read_text()
     assert "start 0 ended with status 85" in log
     assert "start 1 ended with status 0" in log
-    for node in (0, 1):
-        assert f"of 2 on n{node}" in (folder / f"logs/{job}/node-{node}.log").read_text()
-        ranks = [p.read_text() for p in folder.glob(f"logs/{job}/node-{node}/*/attempt_0/0/stdout.log")]
-        assert len(ranks) == 2, said(folder)
-        assert all(f"of 2 on n{node}" in rank for rank in ranks)
+    ranks = list(folder.glob(f"logs/{job}/node-*/*/attempt_0/0/stderr.log"))
+    assert len(ranks) == 4, said(folder)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -78,6 +78,18 @@ def test_a_run_goes_on_where_it_stopped(
     assert sorted(rest) == [4, 5, 6]
 
 
+def test_muon_trains_and_goes_on(pool: RankPool, tmp_path: Path) -> None:
+    """On one grid: Newton-Schulz in bf16 lets grids drift apart, as much as noise in the gradients does in one process."""
+    values = write_run(tmp_path) | {"optimizer": {"name": "muon", "lr": 1e-2}}
+    run = on(values, (1, 2, 1, 2))
+    ((whole, _), *_) = pool.run(train, 4, run)
+    ((first, _), *_) = pool.run(train, 4, run, saves=True, stop_at=2)
+    ((rest, _), *_) = pool.run(train, 4, run, saves=True)
+    close(first | rest, whole, SAME)
+    ((with_adamw, _), *_) = pool.run(train, 4, on(values | {"optimizer": {"lr": 1e-2}}, (1, 2, 1, 2)))
+    assert with_adamw != whole
+
+
 def test_a_run_goes_on_on_other_grids(pool: RankPool, tmp_path: Path) -> None:
     values = write_run(tmp_path)
     ((whole, _),) = pool.run(train, 1, on(values, (1, 1, 1, 1)))

@@ -15,23 +15,14 @@ from fourfold.cli.main import main
 from fourfold.launch import CONTINUE
 from fourfold.train.automatic import choose_layout
 from fourfold.train.config import from_dict
-from fourfold.train.describe_config import toml_value
 from fourfold.train.start import check, local_ranks
 from fourfold.train.trainer import micro_batches
-from tests.training import on, write_run
+from tests.training import as_toml, on, write_run
 
 
 @pytest.fixture(scope="module")
 def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return write_run(tmp_path_factory.mktemp("run"))
-
-
-def as_toml(values: dict[str, Any]) -> str:
-    top = [f"{name} = {toml_value(value)}" for name, value in values.items() if not isinstance(value, dict)]
-    for section, fields in values.items():
-        if isinstance(fields, dict):
-            top += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in fields.items())]
-    return "\n".join(top) + "\n"
 
 
 def test_a_batch_that_does_not_divide_is_refused(values: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from benchmarks.stock import Stock
 from fourfold.grid import Grid
 from fourfold.train.checkpoint import Checkpoints
 from fourfold.train.config import RunConfig, from_dict
+from fourfold.train.describe_config import toml_value
 from fourfold.train.stop import StopRequest
 from fourfold.train.trainer import Callback, StepResult, Trainer
 from tests import prepared
@@ -38,6 +39,15 @@ def write_run(folder: Path, kind: str = "llama", **changes: Any) -> dict[str, An
         "evaluation": {"sequences": 8},
         "logging": {"folder": str(folder / "logs"), "every_steps": 1},
     }
+
+
+def as_toml(values: dict[str, Any]) -> str:
+    """The run's file."""
+    top = [f"{name} = {toml_value(value)}" for name, value in values.items() if not isinstance(value, dict)]
+    for section, fields in values.items():
+        if isinstance(fields, dict):
+            top += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in fields.items())]
+    return "\n".join(top) + "\n"
 
 
 def on(values: dict[str, Any], shape: Shape, **sections: dict[str, Any]) -> RunConfig:
