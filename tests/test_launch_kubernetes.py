@@ -20,9 +20,9 @@ from fourfold.launch.world import World
 from tests.slurm import wait_until
 
 pytest.importorskip("kubernetes", reason="kubernetes is not installed: pip install fourfold[kubernetes-test]")
-from kubernetes.client.models.v1_config_map import V1ConfigMap  # noqa: E402
+from kubernetes.client.models.v1_config_map import V1ConfigMap
 
-from tests.jobset import JobSet  # noqa: E402
+from tests.jobset import JobSet
 
 RUN = """\
 [model]
