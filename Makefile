@@ -2,12 +2,12 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup check test bench
+.PHONY: setup check test docs bench
 
 setup:  ## a development environment in .venv
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0 'setuptools>=77'
-	$(BIN)/pip install --no-build-isolation -e '.[dev]' torch==2.13.0
+	$(BIN)/pip install --no-build-isolation -e '.[dev,docs]' torch==2.13.0
 
 check:  ## lint, format, types
 	$(BIN)/ruff check .
@@ -16,6 +16,9 @@ check:  ## lint, format, types
 
 test:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+docs:  ## the site, in out/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench:  ## list the benchmarks, and run the quickest
 	@echo "benchmarks, each run by 'python -m benchmarks.<name>':"

@@ -104,7 +104,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return gradients
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         parser.error("torch.compile on CPU needs a C++ compiler, and there is no g++; install one or set CXX")
     grids = [tuple(int(size) for size in text.split(",")) for text in options.grids]

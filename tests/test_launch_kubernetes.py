@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import yaml
-from kubernetes.client.models.v1_config_map import V1ConfigMap
 from pydantic import ValidationError
 
 from fourfold.cli.main import main
 from fourfold.launch.kubernetes import KubernetesJob, manifest, resources
 from fourfold.launch.world import World
-from tests.jobset import JobSet
 from tests.slurm import wait_until
+
+pytest.importorskip("kubernetes", reason="kubernetes is not installed: pip install fourfold[kubernetes-test]")
+from kubernetes.client.models.v1_config_map import V1ConfigMap
+
+from tests.jobset import JobSet
 
 RUN = """\
 [model]

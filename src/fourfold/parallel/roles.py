@@ -20,7 +20,7 @@ and a few that 4D needs beside them:
     replicated                      whole on each rank, used for the same numbers on each
     idle                            whole on each rank and not to be used: the towers of a multimodal model
 
-A user passes roles in the same words, `*` standing for one part of a name: ``{"blocks.*.attn.qkv": "colwise"}``.
+A user passes roles in the same words, `*` standing for one part of a name: ``{"blocks.*.attn.q": "colwise"}``.
 """
 
 from __future__ import annotations
