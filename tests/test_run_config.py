@@ -54,6 +54,10 @@ def test_the_least_file_is_a_run():
         ("data.sources.0.weight=2", r"data\.sources is no section.*data\.sources=\.\.\."),
         ("schedule.warmup_steps=2000", r"2000, more than steps=1000"),
         ("schedule.kind=wsd", r"decay_steps, which is 0"),
+        (
+            "schedule.decay_steps=5",
+            r"decay_steps=5 is for kind='wsd', and this is kind='cosine'; set it to 0",
+        ),
         ("grid.auto=true", r"needs cluster"),
         ("model.pretrained=llama", r"either config .* or pretrained"),
         (
@@ -117,6 +121,8 @@ def test_rates_rise_and_fall_as_they_should():
     assert rates[-1] == pytest.approx(0.1)
     steady = ScheduleSection(steps=100, warmup_steps=10, kind="wsd", decay_steps=20, final=0.0)
     rates = [rate_of_step(steady, step) for step in range(100)]
-    assert set(rates[9:81]) == {1.0}
+    assert set(rates[9:80]) == {1.0}
     assert rates[-1] == pytest.approx(0.0)
-    assert all(a > b for a, b in pairwise(rates[80:]))
+    assert all(a > b for a, b in pairwise(rates[79:]))
+    at_once = ScheduleSection(steps=10, warmup_steps=0, kind="wsd", decay_steps=1, final=0.0)
+    assert [rate_of_step(at_once, step) for step in (8, 9)] == [1.0, 0.0]

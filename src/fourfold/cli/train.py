@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,9 +67,12 @@ def _is_rank() -> bool:
 
 def _train(config: RunConfig, options: argparse.Namespace) -> int:
     from fourfold.train.run import train  # torch takes seconds to import
+    from fourfold.train.stop import SIGNALS
 
     if train(config):
         return 0
+    for number in SIGNALS:  # asked again on its way out, the process is not to die of it: all is saved
+        signal.signal(number, signal.SIG_IGN)
     if os.environ.get("RANK", "0") == "0":
         print(f"stopped and saved; the same command goes on: fourfold train {options.file}", file=sys.stderr)
     return CONTINUE

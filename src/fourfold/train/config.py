@@ -126,7 +126,9 @@ class ScheduleSection(Section):
     decay_steps: Annotated[int, Field(ge=0)] = Field(
         0, description="With wsd: the last steps, over which it falls."
     )
-    final: Fraction = Field(0.1, description="The rate at the end, as a part of the highest.")
+    final: Fraction = Field(
+        0.1, description="With cosine and wsd: the rate at the end, as a part of the highest."
+    )
 
     @model_validator(mode="after")
     def parts_fit(self) -> ScheduleSection:
@@ -134,6 +136,10 @@ class ScheduleSection(Section):
         if used > self.steps:
             raise ValueError(
                 f"warmup_steps and decay_steps are {used}, more than steps={self.steps}; use fewer"
+            )
+        if self.kind != "wsd" and self.decay_steps:
+            raise ValueError(
+                f"decay_steps={self.decay_steps} is for kind='wsd', and this is kind={self.kind!r}; set it to 0"
             )
         if self.kind == "wsd" and not self.decay_steps:
             raise ValueError(

@@ -18,19 +18,21 @@ from fourfold.train.watchers import callbacks_of
 
 def train(run: RunConfig) -> bool:
     """Train to the end of the schedule; False if it was asked to stop before, and has saved."""
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        join_world()
     with ExitStack() as ends:
-        if not dist.is_initialized():
-            join_world()
-            ends.callback(dist.destroy_process_group)
         run = on_all_ranks(run)
         shape = (run.grid.data, run.grid.z, run.grid.y, run.grid.x)
         trainer = Trainer(run, Grid.create(shape), callbacks_of(run))
         checkpoints = ends.enter_context(Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep))
         stop = StopRequest()
-        ends.callback(stop.close)
         with stop.listening():
             trainer.train(checkpoints, stop)
-        return trainer.is_done
+        stop.close()
+    if is_ours:  # not after an error: with collectives in flight it could wait for ever
+        dist.destroy_process_group()
+    return trainer.is_done
 
 
 def on_all_ranks(run: RunConfig) -> RunConfig:

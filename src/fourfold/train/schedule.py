@@ -19,9 +19,11 @@ def rate_of_step(schedule: ScheduleSection, step: int) -> float:
         return (step + 1) / schedule.warmup_steps
     if schedule.kind == "constant":
         return 1.0
-    falls_from = schedule.warmup_steps if schedule.kind == "cosine" else schedule.steps - schedule.decay_steps
-    if step <= falls_from:
-        return 1.0
-    done = min(1.0, (step - falls_from) / max(1, schedule.steps - 1 - falls_from))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if schedule.kind == "cosine" else 1 - done
-    return schedule.final + (1 - schedule.final) * left
+    if schedule.kind == "wsd":
+        left = min(1.0, (schedule.steps - 1 - step) / schedule.decay_steps)
+    elif step <= schedule.warmup_steps:
+        left = 1.0
+    else:
+        falls_over = max(1, schedule.steps - 1 - schedule.warmup_steps)
+        left = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - schedule.warmup_steps) / falls_over)))
+    return schedule.final + (1 - schedule.final) * max(0.0, left)

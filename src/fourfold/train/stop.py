@@ -51,8 +51,7 @@ class StopRequest:
             yield
         finally:
             for number, handler in before.items():
-                # Asked again on its way out, the process is not to die of it: all is saved.
-                signal.signal(number, signal.SIG_IGN if self._heard_s is not None else handler)
+                signal.signal(number, handler)
 
     def agreed(self) -> bool:
         """Had any rank heard a request when it was asked last? The same answer on all of them."""

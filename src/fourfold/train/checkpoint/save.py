@@ -32,7 +32,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class SaveError(RuntimeError):
+class SaveError(OSError):
     """A checkpoint was not saved; raised on all ranks, by the call that follows the save."""
 
 
