@@ -55,7 +55,8 @@ def on_shards(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., tor
                     f"a parameter of shape {tuple(parameter.shape)} is not on the grid; make the optimizer after "
                     "parallelize(model, grid)"
                 )
-            if isinstance(parameter.placements[AXES.index("z")], Replicate):
+            is_on_grid = parameter.device_mesh.mesh_dim_names == AXES
+            if is_on_grid and isinstance(parameter.placements[AXES.index("z")], Replicate):
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is gathered, as FSDP2 leaves it after a forward without a "
                     "backward, and would not be trained; make the optimizer before the first forward"
