@@ -47,7 +47,6 @@ from fourfold.grid import Grid, factorisations
 
 BAR = 1.26
 HOSTS, RANKS_PER_HOST = 4, 2
-WORLD = HOSTS * RANKS_PER_HOST
 # regime: (sequences in the global batch, tokens in each)
 REGIMES = {"large batch": (16, 128), "strong scaling": (2, 512)}
 ALL_WEIGHTS = (
@@ -113,12 +112,12 @@ def regime_of(name: str, config: LlamaConfig, rates: list[float], rounds: int) -
     sequences, length = REGIMES[name]
     ids = batch(config, sequences, length)
     say(f"\n{name}: {sequences} sequences of {length}; search, seconds at {rates} Mbit/s")
-    heads = config.num_attention_heads
-    grids = {str(s): s for s in factorisations(WORLD) if sequences % (s[0] * s[1]) == 0 and heads % s[3] == 0}
+    heads, world = config.num_attention_heads, int(os.environ["WORLD_SIZE"])
+    grids = {str(s): s for s in factorisations(world) if sequences % (s[0] * s[1]) == 0 and heads % s[3] == 0}
     layouts = {
         str(lay): lay
         for lay in baseline.layouts(
-            WORLD, heads=heads, kv_heads=config.num_key_value_heads, global_batch=sequences
+            world, heads=heads, kv_heads=config.num_key_value_heads, global_batch=sequences
         )
     }
     our_makers: dict[str, Callable[[], Step]] = {
@@ -216,6 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=HOSTS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     regimes = [r for r in REGIMES if any(r.startswith(word) for word in options.regimes)]
@@ -230,9 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
     print(
-        f"training steps on {HOSTS} emulated hosts of {RANKS_PER_HOST} ranks, Gloo on CPU; no GPU has run this"
+        f"training steps on {options.hosts} emulated hosts of {RANKS_PER_HOST} ranks, Gloo on CPU; no GPU has run this"
     )
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=HOSTS, mbit=1000) as cluster:
+    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=options.hosts, mbit=1000) as cluster:
         out = Path(folder) / "times.json"
         command = ["-m", "benchmarks.headline", "--out", str(out), "--regimes", *regimes]
         command += ["--mbit", *map(str, options.mbit)]

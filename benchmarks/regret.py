@@ -94,7 +94,7 @@ def time_layout(model: Model, shape: Shape, rates: Sequence[float], steps: int) 
         seconds = [timed(reported) for _ in range(steps)]
         parts = torch.tensor([[r.compute_s, *map(r.exposed_s, AXES)] for r in reports]).mean(0)
         dist.all_reduce(parts)
-        means = (parts / WORLD).tolist()
+        means = (parts / dist.get_world_size()).tolist()
         found[str(mbit)] = {
             "seconds": seconds,
             "parts": dict(zip(("compute", *AXES), means, strict=True)),
@@ -295,6 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--keep", type=Path, help="folder for what was measured; what is there is taken from it"
     )
+    parser.add_argument("--hosts", type=int, default=HOSTS, help="with fewer, give --grids of their ranks")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.out:
@@ -305,14 +306,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"regret: {reason}")
         return 2
     print(
-        f"training steps on {HOSTS} emulated hosts of {RANKS_PER_HOST} ranks, Gloo on CPU; no GPU has run this"
+        f"training steps on {options.hosts} emulated hosts of {RANKS_PER_HOST} ranks, Gloo on CPU; no GPU has run this"
     )
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         files = {mbit: folder / f"cluster-{mbit:g}.toml" for mbit in options.mbit}
         steps = {name: folder / f"steps-{name}.json" for name in options.models}
-        with Cluster(hosts=HOSTS, mbit=1000) as network:
+        with Cluster(hosts=options.hosts, mbit=1000) as network:
             for mbit, path in files.items():
                 calibrate(network, mbit, path, options.minutes)
             # Predicted before anything is run.

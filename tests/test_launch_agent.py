@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 from fourfold.launch import CONTINUE
+from tests import slurm_rank
 from tests.slurm import wait_until
 
 
 def test_an_interrupt_lets_the_ranks_save(tmp_path: Path) -> None:
     """A terminal sends it to all of them at once; torchrun by itself would kill the ranks half a minute later."""
     command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", "--nproc-per-node=1"]
-    command += ["-m", "tests.slurm_rank", str(tmp_path)]
+    command += [slurm_rank.__file__, str(tmp_path)]
     with subprocess.Popen(command, start_new_session=True) as agent:
         wait_until((tmp_path / "listening").exists, "rank", 60)
         os.killpg(agent.pid, signal.SIGINT)

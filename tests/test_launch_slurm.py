@@ -13,7 +13,7 @@ import pytest
 from fourfold.cli.main import main
 from fourfold.launch.slurm import SlurmJob, render, submit
 from fourfold.launch.world import World
-from tests import slurm
+from tests import slurm, slurm_rank
 from tests.slurm import state, wait_until
 from tests.training import as_toml, write_run
 
@@ -118,7 +118,7 @@ def test_a_warned_run_saves_is_requeued_and_goes_on(tmp_path, capsys):
 
 @pytest.mark.usefixtures("cluster")
 def test_a_cancelled_job_saves_and_is_not_requeued(tmp_path):
-    job = submit_job(job_of(tmp_path, ["-m", "tests.slurm_rank", str(tmp_path)], nodes=1))
+    job = submit_job(job_of(tmp_path, [slurm_rank.__file__, str(tmp_path)], nodes=1))
     wait_until((tmp_path / "listening").exists, "rank", 90)
     subprocess.run(["scancel", job], check=True)
     wait_until((tmp_path / "saved.json").exists, "checkpoint", 20)

@@ -55,7 +55,7 @@ def test_spearman_of_equal_values_shares_their_ranks():
 @needs_network
 @pytest.mark.limit(420)
 def test_a_small_version_runs_through(tmp_path, capsys):
-    grids = ["8,1,1,1", "1,1,1,8"]
+    grids = ["4,1,1,1", "1,1,1,4"]
     arguments = [
         "--models",
         "tiny",
@@ -64,7 +64,9 @@ def test_a_small_version_runs_through(tmp_path, capsys):
         "--steps",
         "2",
         "--minutes",
-        "0.5",
+        "0.2",
+        "--hosts",
+        "2",
         "--keep",
         str(tmp_path),
     ]
@@ -74,11 +76,11 @@ def test_a_small_version_runs_through(tmp_path, capsys):
     assert verdict is not None, printed
     assert code == (0 if verdict[1] == "4" else 1)
     found = json.loads((tmp_path / "steps-tiny.json").read_text())
-    assert set(found) == {"(8, 1, 1, 1)", "(1, 1, 1, 8)"}
+    assert set(found) == {"(4, 1, 1, 1)", "(1, 1, 1, 4)"}
     assert all(len(of["200.0"]["seconds"]) == 2 for of in found.values())
     assert (tmp_path / "plot.png").stat().st_size > 1000
     # What was measured is taken from the folder, and a plan that is wrong is found out.
-    for shape, factor in (("(8, 1, 1, 1)", 1.0), ("(1, 1, 1, 8)", 100.0)):
+    for shape, factor in (("(4, 1, 1, 1)", 1.0), ("(1, 1, 1, 4)", 100.0)):
         found[shape]["200.0"]["seconds"] = [factor, factor]
     (tmp_path / "steps-tiny.json").write_text(json.dumps(found))
     assert regret.main([*arguments, "--grids", *grids]) == 1

@@ -9,7 +9,7 @@ SMALL = ["--hidden", "64", "--layers", "1", "--length", "64", "--vocabulary", "4
 
 @pytest.mark.limit(240)
 def test_a_small_run_learns_the_same_on_a_grid_and_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert learn.main([*SMALL, "--steps", "120", "--grids", "1,1,2,1"]) == 0
+    assert learn.main([*SMALL, "--steps", "240", "--grids", "1,1,2,1"]) == 0
     assert "the exported model writes: 'def __init__(self" in capsys.readouterr().out
 
 

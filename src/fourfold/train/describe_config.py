@@ -32,7 +32,7 @@ class Size:
 
 # Batches and rates as in published runs; steps make some twenty tokens a parameter, of 405b as many as its authors trained on.
 SIZES = {
-    "1m": Size(128, 384, 4, 4, 2, 256, 4_096, 3e-3, 100, is_tied=True, precision="fp32"),  # minutes on a CPU
+    "1m": Size(128, 384, 4, 4, 2, 256, 2_048, 3e-3, 100, is_tied=True, precision="fp32"),  # minutes on a CPU
     "10m": Size(256, 768, 8, 8, 4, 512, 32_768, 2e-3, 6_000, is_tied=True),
     "125m": Size(768, 2048, 12, 12, 12, 2048, 524_288, 6e-4, 5_000),
     "1b": Size(2048, 8192, 16, 32, 8, 4096, 1_048_576, 4e-4, 25_000),
