@@ -125,7 +125,7 @@ class SavesInTurns(Callback):
 
 def alone(run: RunConfig, *callbacks: Callback) -> None:
     """The run as `fourfold train` would have it, with more callbacks behind its own; what it prints goes nowhere."""
-    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         Trainer(run, Grid.create((1, 1, 1, 1)), [*callbacks_of(run), *callbacks]).train()
 
 
