@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     from fourfold.planner.layout import Layout
 
 
-def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 20, quiet: bool = False) -> RunConfig:
-    """The run on the planner's choice. What the file says of the engine stays; the rest is chosen along."""
+def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False) -> RunConfig:
+    """The run on the planner's choice. What the file says of the engine stays; the rest is chosen along.
+
+    Ranks wait for it, so fewer layouts are played through than `fourfold plan` does.
+    """
     from fourfold.planner.plan import plan
     from fourfold.train.model import model_config
 
