@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from fourfold.ranks import RankPool
-from tests.wrong_requests import DECODER, RANKS, WRONG
+from tests.wrong_models import DECODER
+from tests.wrong_requests import RANKS, WRONG
 
 
 def write_checkpoints(folder: Path) -> None:

@@ -57,7 +57,7 @@ def list_all(options: argparse.Namespace) -> int:
     print(
         f"the newest is {step_name(newest)} (by sizes; `verify` compares hashes)"
         if newest is not None
-        else "no checkpoint"
+        else f"no checkpoint in {root}"
     )
     return 0
 

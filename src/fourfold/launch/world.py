@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ def world_of(
     ):
         if number is not None and number < 1:
             raise ValueError(f"{option} {number} is not a number of them; use 1 or more")
-    size = math.prod((grid.data, grid.z, grid.y, grid.x))
+    size = grid.size
     if ranks_per_node is None and gpus_per_node is None:
         ranks_per_node = gpus_per_node = _share(grid, size, nodes)
     elif ranks_per_node is None:

@@ -67,6 +67,20 @@ def measure_step(grid: Grid) -> Iterator[StepReport]:
     report.compute_s = computing_s[0] if clock.immediate else report.step_s - report.exposed_s()
 
 
+def describe_layout(
+    model: nn.Module, grid: Grid, micro_batches: int, activation_checkpointing: str, keep_bytes: int
+) -> dict[str, Any]:
+    """The layout that ran, as the planner's `Layout` takes it; only streamed weights can be kept."""
+    streamed = is_streamed(model)
+    return {
+        **{axis: grid.size(axis) for axis in AXES},
+        "micro_batches": micro_batches,
+        "activation_checkpointing": activation_checkpointing,
+        "keep_bytes": keep_bytes if streamed else 0,
+        "weights": "streamed" if streamed else "fsdp2",
+    }
+
+
 def save_run(
     path: str | Path,
     reports: Sequence[StepReport],
@@ -96,16 +110,9 @@ def save_run(
         raise ValueError(
             f"{type(model).__name__} has no Hugging Face configuration to save; give a model that has one"
         )
-    layout: dict[str, Any] = {axis: grid.size(axis) for axis in AXES}
     run: dict[str, Any] = {
         "model": config.to_dict(),
-        "layout": {
-            **layout,
-            "micro_batches": micro_batches,
-            "activation_checkpointing": activation_checkpointing,
-            "keep_bytes": keep_bytes,
-            "weights": "streamed" if is_streamed(model) else "fsdp2",
-        },
+        "layout": describe_layout(model, grid, micro_batches, activation_checkpointing, keep_bytes),
         "sequences": sequences,
         "length": length,
         "precision": precision,

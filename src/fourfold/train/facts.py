@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import fourfold
-from fourfold.grid import AXES
-from fourfold.parallel.weights import is_streamed
+from fourfold.parallel.step_report import describe_layout
+from fourfold.train.checkpoint.state import versions
 from fourfold.train.data.manifest import Manifest
 from fourfold.train.metrics import replace_file
 from fourfold.train.trainer import Trainer
@@ -29,13 +27,13 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
         "model": config.to_dict(),
         "name": trainer.report.model,
         "parameters": parameters(trainer),
-        "layout": {
-            **{axis: grid.size(axis) for axis in AXES},
-            "micro_batches": trainer.micro_batches,
-            "activation_checkpointing": run.engine.activation_checkpointing,
-            "keep_bytes": run.engine.keep_weights_bytes if is_streamed(trainer.model) else 0,
-            "weights": "streamed" if is_streamed(trainer.model) else "fsdp2",
-        },
+        "layout": describe_layout(
+            trainer.model,
+            grid,
+            trainer.micro_batches,
+            run.engine.activation_checkpointing,
+            run.engine.keep_weights_bytes,
+        ),
         "data": [
             {
                 "path": str(source.path),
@@ -45,11 +43,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
             for source in run.data.sources
         ],
         "device": device_name(grid.device),
-        "versions": {
-            "fourfold": fourfold.__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "config": run.model_dump(mode="json"),
     }
 

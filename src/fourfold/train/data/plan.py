@@ -40,8 +40,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         if (self.tokenizer is None) == (self.train_vocab_size is None):
+            given = "neither" if self.tokenizer is None else "both"
             raise ValueError(
-                "give either --tokenizer (one that exists) or --train-tokenizer (a size), not both"
+                f"{given} of --tokenizer and --train-tokenizer is given; name a tokenizer that exists, or the size of one to "
+                "train on this text, such as 8192"
             )
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation={self.validation} is no part of the documents; use 0 to 0.5")

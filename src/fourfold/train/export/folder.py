@@ -108,7 +108,9 @@ def _choose(where: str | os.PathLike[str], step: int | None) -> tuple[Folder, in
         root, step = open_folder(folder or "."), named
     committed = latest.steps(root)
     if not committed:
-        raise ValueError(f"there is no checkpoint in {root}")
+        raise ValueError(
+            f"there is no checkpoint in {root}; give a step-N, or the folder that [checkpoints] folder of the run's file names"
+        )
     if step is not None and step not in committed:
         raise ValueError(
             f"there is no {step_name(step)} in {root}; it has {', '.join(map(step_name, committed))}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-METRICS = "metrics.jsonl"
+from fourfold.train.metrics import METRICS, read_metrics
 
 
 def value_at(values: Any, *path: str) -> Any:
@@ -33,23 +32,14 @@ def data_sources(values: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**source, "fingerprint": f} for source, f in zip(named, fingerprints, strict=True)]
 
 
-def last_losses(values: dict[str, Any]) -> dict[str, tuple[int, Any, Path]]:
+def last_losses(values: dict[str, Any]) -> dict[str, tuple[int, float, Path]]:
     """The last ``loss`` and ``validation_loss`` up to the checkpoint's step: its step, its value and its file."""
     folder = value_at(values, "config", "logging", "folder")
     if not isinstance(folder, str) or not (file := Path(folder) / METRICS).is_file():
         return {}
-    found: dict[str, tuple[int, Any, Path]] = {}
-    with file.open() as lines:
-        for line in lines:
-            try:
-                figures = json.loads(line)
-            except ValueError:  # a run that was killed leaves half a line
-                continue
-            step = value_at(figures, "step")
-            if isinstance(step, int) and step <= values["step"]:
-                found |= {
-                    name: (step, figures[name], file)
-                    for name in ("loss", "validation_loss")
-                    if name in figures
-                }
+    found: dict[str, tuple[int, float, Path]] = {}
+    for line in read_metrics(Path(folder)):
+        step = int(line["step"])
+        if step <= values["step"]:
+            found |= {n: (step, line[n], file) for n in ("loss", "validation_loss") if n in line}
     return found
