@@ -6,6 +6,7 @@ the loss of each step, every gradient of each step (as clipped), every parameter
 
     python -m benchmarks.parity --ranks 8
     python -m benchmarks.parity --ranks 8 --weights fsdp2   # or streamed
+    python -m benchmarks.parity --ranks 8 --activations token-sharded
     python -m benchmarks.parity --ranks 8 --break norm      # plants a fault: has to fail
 """
 
@@ -24,6 +25,7 @@ from torch import nn
 from fourfold.grid import Grid, factorisations
 from fourfold.parallel import loss, norm
 from fourfold.parallel.linear import Linear4D
+from fourfold.parallel.tokens import Activations
 from fourfold.parallel.weights import Weights
 from fourfold.ranks import RankPool
 from fourfold.selftest import (
@@ -63,10 +65,14 @@ def planted(fault: str, model: nn.Module) -> Iterator[None]:
 
 
 def run_rank(
-    shape: tuple[int, int, int, int], kind: str, fault: str | None, weights: Weights = "auto"
+    shape: tuple[int, int, int, int],
+    kind: str,
+    fault: str | None,
+    weights: Weights = "auto",
+    activations: Activations = "replicated",
 ) -> Errors:
     change = partial(planted, fault) if fault else None
-    return train_on(Grid.create(shape, timeout_s=60), kind, change, weights=weights)
+    return train_on(Grid.create(shape, timeout_s=60), kind, change, weights=weights, activations=activations)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -76,6 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8, choices=(2, 4, 8, 16))
     parser.add_argument("--models", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--weights", default="auto", choices=get_args(Weights))
+    parser.add_argument("--activations", default="replicated", choices=get_args(Activations))
     parser.add_argument("--quick", action="store_true", help="a few grids of 8 ranks instead of all")
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"
@@ -89,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"bars: loss {LOSS_BAR:g} relative, gradients {GRADIENT_BAR:g}, parameters {PARAMETER_BAR:g} of their maximum"
     )
     print(
-        f"weights {options.weights}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
+        f"weights {options.weights}, activations {options.activations}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
     )
     print(f"{'model':10} {'(data, z, y, x)':16} {'loss':>9} {'gradient':>9} {'parameter':>9}")
     start_s = time.perf_counter()
@@ -97,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     with RankPool(options.ranks) as pool:
         for kind in options.models:
             for shape in grids:
-                arguments_of_rank = (shape, kind, options.fault, options.weights)
+                arguments_of_rank = (shape, kind, options.fault, options.weights, options.activations)
                 errors = Errors.worst(pool.run(run_rank, options.ranks, *arguments_of_rank, timeout_s=180))
                 good = errors.within_bars()
                 held, failed = held + good, failed + (not good)

@@ -44,7 +44,8 @@ from fourfold.grid import AXES, Grid, factorisations
 from fourfold.parallel.clip import clip_grad_norm_
 from fourfold.parallel.optimizer import on_shards
 from fourfold.parallel.overlap import Overlap
-from fourfold.parallel.parallelize import parallelize
+from fourfold.parallel.parallelize import ActivationCheckpointing, parallelize
+from fourfold.parallel.tokens import Activations
 from fourfold.parallel.weights import Weights
 
 LOSS_BAR = 1e-5  # relative
@@ -186,12 +187,22 @@ def train_on(
     change: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     *,
     weights: Weights = "auto",
+    activations: Activations = "replicated",
+    activation_checkpointing: ActivationCheckpointing = "none",
+    overlap: Overlap = OVERLAP,
 ) -> Errors:
     """Train on the grid; the errors of what this rank holds. ``change`` may plant a fault, to see it found."""
     sequences = grid.data * grid.z * grid.y * grid.x
     right = reference(kind, sequences, grid.device)
     model = build(kind)
-    report = parallelize(model, grid, weights=weights, overlap=OVERLAP)
+    report = parallelize(
+        model,
+        grid,
+        weights=weights,
+        overlap=overlap,
+        activations=activations,
+        activation_checkpointing=activation_checkpointing,
+    )
     optimizer = on_shards(torch.optim.AdamW)(model.parameters(), lr=LEARNING_RATE, eps=EPS, foreach=True)
     parameters = {n: (p, report.layouts[n]) for n, p in model.named_parameters()}
     loss_error, parameter_error = 0.0, 0.0

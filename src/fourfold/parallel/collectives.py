@@ -35,7 +35,18 @@ from fourfold.parallel.clock import busy_s, clock_of
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 # What a collective is for. Activations and weights are the algorithm's traffic; the rest is small and listed apart.
 Purpose = Literal[
-    "activation", "weight", "gradient", "norm", "loss", "clip", "replica", "logits", "check", "optimizer"
+    "activation",
+    "regather",  # inputs of linears that come a second time, for backward
+    "shared",  # gradients of key/value heads that several y ranks use
+    "weight",
+    "gradient",
+    "norm",
+    "loss",
+    "clip",
+    "replica",
+    "logits",
+    "check",
+    "optimizer",
 ]
 _Key = tuple[Axis, Kind, Purpose]
 _UNREAD = 4096  # waits on CUDA whose times are kept unread at most

@@ -9,6 +9,7 @@ from fourfold.grid import Grid
 from fourfold.parallel.layout import chunk
 from fourfold.parallel.random import Dropout
 from fourfold.parallel.sums import sum_forward
+from fourfold.parallel.tokens import Tokens, scattered
 from fourfold.parallel.weights import local_weight
 
 
@@ -32,6 +33,7 @@ class Embedding4D(nn.Module):
         padding_idx: int | None = None,
         scale: float | None = None,
         dropout: Dropout | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         super().__init__()
         self.name, self.grid = name, grid
@@ -41,6 +43,7 @@ class Embedding4D(nn.Module):
         self._rows = chunk(self.num_embeddings, grid.x, grid.coordinate("x"))
         self._scale = scale
         self._dropout = dropout
+        self._tokens = tokens
 
     def forward(self, input_ids: Tensor) -> Tensor:
         check_range(input_ids, self.num_embeddings, f"an input id of {self.name}")
@@ -52,13 +55,19 @@ class Embedding4D(nn.Module):
             # nn.Embedding gives this row no gradient.
             frozen = input_ids == self.padding_idx
             out = torch.where(frozen.unsqueeze(-1), out.detach(), out)
-        out = sum_forward(out * here.unsqueeze(-1), self.grid.collectives, "x", "activation", self.name)
+        out = self._total(out * here.unsqueeze(-1), input_ids)
         if self._scale is not None:
             # Rounded to the precision of the work, as Hugging Face's scaled embeddings do.
             out = out * float(torch.tensor(self._scale).to(out.dtype))
         if self._dropout is not None:
-            self._dropout.enter("y")
+            self._dropout.enter("y", *(("x",) if self._tokens else ()))
         return out
+
+    def _total(self, parts: Tensor, input_ids: Tensor) -> Tensor:
+        if self._tokens is None:
+            return sum_forward(parts, self.grid.collectives, "x", "activation", self.name)
+        self._tokens.begin(input_ids)
+        return self._tokens.placed(scattered(parts, self.grid.collectives, self.name))
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings} rows over x, {self.embedding_dim} features over y"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from fourfold.grid import Axis
 from fourfold.parallel.linear import SiblingGroup
 from fourfold.parallel.loss import LossGuard
 from fourfold.parallel.random import Dropout
+from fourfold.parallel.tokens import Tokens
 
 
 class Inside:
@@ -63,8 +65,17 @@ def wrap_model(
     model.forward = forward
 
 
-def wrap_block(block: nn.Module, inside: Inside, dropout: Dropout | None, *, recomputed: bool) -> None:
+def wrap_block(
+    block: nn.Module,
+    inside: Inside,
+    dropout: Dropout | None,
+    *,
+    recomputed: bool,
+    tokens: Tokens | None = None,
+) -> None:
     inner = block.forward
+    # What cuts the residual stream between two linears.
+    axes: tuple[Axis, ...] = ("y",) if tokens is None else ("y", "x")
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +83,7 @@ def wrap_block(block: nn.Module, inside: Inside, dropout: Dropout | None, *, rec
             if dropout is None:
                 return inner(*args, **kwargs)
             dropout.forget()
-            dropout.enter("y")  # hidden features are cut over y
+            dropout.enter(*axes)
             try:
                 return inner(*args, **kwargs)
             finally:
@@ -84,7 +95,28 @@ def wrap_block(block: nn.Module, inside: Inside, dropout: Dropout | None, *, rec
         block.forward = functools.partial(recompute, forward, use_reentrant=False)
     else:
         block.forward = forward
+    if tokens is not None:
+        block.forward = _with_own_tokens(block, tokens, forward, recomputed=recomputed)
     if dropout is not None:
         # The checkpoint restores the shared state, so a block has to begin in it.
         block.register_forward_pre_hook(lambda *_: dropout.leave())
-        block.register_forward_hook(lambda *_: dropout.enter("y"))
+        block.register_forward_hook(lambda *_: dropout.enter(*axes))
+
+
+def _with_own_tokens(
+    block: nn.Module, tokens: Tokens, forward: Callable[..., Any], *, recomputed: bool
+) -> Callable[..., Any]:
+    """The first block takes its rank's tokens out of the whole batch; the others get them from the one before."""
+    name = type(block).__name__
+
+    def of_batch(shape: tuple[int, ...], own: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with tokens.of(shape):  # a recomputed forward comes when another batch may have been in the model
+            return forward(own, *args, **kwargs)
+
+    def enter(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        arguments = (tokens.shape, tokens.own(hidden_states, name), *args)
+        if recomputed:
+            return recompute(of_batch, *arguments, use_reentrant=False, **kwargs)
+        return of_batch(*arguments, **kwargs)
+
+    return enter

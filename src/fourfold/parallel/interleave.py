@@ -37,6 +37,7 @@ from fourfold.parallel.clock import busy_s
 from fourfold.parallel.loss import loss_of
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.refused import Refused
+from fourfold.parallel.tokens import Tokens
 
 LANES = 2
 # Arguments of a Hugging Face causal LM that have a row for each sequence.
@@ -77,13 +78,17 @@ class Group(Protocol):
 
 
 def interleave(
-    model: nn.Module, lanes: Lanes, groups: Sequence[Group], count: Callable[[Any, Any], Tensor]
+    model: nn.Module,
+    lanes: Lanes,
+    groups: Sequence[Group],
+    count: Callable[[Any, Any], Tensor],
+    tokens: Tokens | None = None,
 ) -> None:
     """Let ``model`` compute the two halves of its batch in turns.
 
     The first forward, in which it shows who are siblings, and whatever cannot be halved by its rows (one sequence, an
     unknown argument) go through in one piece. ``count`` tells how many labels of the global batch count, of labels and
-    labels that are shifted already.
+    labels that are shifted already. Where ``tokens`` are cut, halves that cannot be cut alike go in one piece as well.
     """
     inner = model.forward
     names = list(inspect.signature(inner).parameters)
@@ -92,7 +97,7 @@ def interleave(
     def forward(*args: Any, **kwargs: Any) -> Any:
         settled = all(group.settled for group in groups)
         halves = _halve(names, args, kwargs, count) if settled else None
-        if halves is None:
+        if halves is None or not _cut_alike(halves, tokens):
             return inner(*args, **kwargs)
         return _join(lanes.run([functools.partial(inner, **half) for half in halves]))
 
@@ -305,6 +310,14 @@ def _halve(
         # The mean over the global batch, not over a half of it.
         given["num_items_in_batch"] = count(labels, shifted)
     return [{**given, **{name: halves[i] for name, halves in by_row.items()}} for i in range(LANES)]
+
+
+def _cut_alike(halves: Sequence[dict[str, Any]], tokens: Tokens | None) -> bool:
+    """Are the halves equal, and can the tokens of each be dealt out to the ranks?"""
+    if tokens is None:
+        return True
+    shapes = {tuple(ids.shape) for half in halves if isinstance(ids := half.get("input_ids"), Tensor)}
+    return len(shapes) == 1 and tokens.divide(*shapes)
 
 
 def _join(outputs: list[Any]) -> Any:

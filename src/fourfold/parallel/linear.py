@@ -15,6 +15,9 @@ data are the business of `weights.py`: here the block is complete.
 
 Siblings, the linears that read one input (q, k, v; gate, up), are computed together at the first call of one of them
 and cost one all-reduce in each direction, or as many as there are chunks.
+
+Here an activation is replicated over the axis that does not cut its features. Where its tokens are cut over that one,
+each all-reduce becomes a reduce-scatter and an all-gather: `sharded_linear.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from fourfold.grid import Axis, Grid
 from fourfold.parallel.collectives import Pending
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout
+from fourfold.parallel.sharded_linear import Cuts, sharded_linear
 from fourfold.parallel.sums import InFlight, await_gradient, sum_backward
+from fourfold.parallel.tokens import Tokens
 from fourfold.parallel.weights import local_weight
 
 
@@ -118,8 +123,16 @@ class SiblingGroup:
     another input, in the first forward, leaves the group: the result was right before, and is cheaper after.
     """
 
-    def __init__(self, grid: Grid, in_axis: Axis | None, out_axis: Axis | None, overlap: Overlap) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        in_axis: Axis | None,
+        out_axis: Axis | None,
+        overlap: Overlap,
+        tokens: Tokens | None = None,
+    ) -> None:
         self.grid, self.in_axis, self.out_axis, self.overlap = grid, in_axis, out_axis, overlap
+        self.tokens = tokens
         self.members: list[Linear4D] = []
         self._mine = _Ready()
         self.settled = False
@@ -145,9 +158,11 @@ class SiblingGroup:
         output = mine.results.pop(id(member))
         return output
 
+    def names(self) -> str:
+        return "+".join(m.name if i == 0 else m.name.rpartition(".")[2] for i, m in enumerate(self.members))
+
     def all_reduce(self, tensor: Tensor, axis: Axis | None) -> Pending:
-        names = "+".join(m.name if i == 0 else m.name.rpartition(".")[2] for i, m in enumerate(self.members))
-        return self.grid.collectives.all_reduce(tensor, axis, "activation", module=names)
+        return self.grid.collectives.all_reduce(tensor, axis, "activation", module=self.names())
 
     def chunks(self, flat: Tensor, outputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, dict[int, slice]]]:
         """Pieces of ``flat``, the memory of all outputs, and the rows of which output each of them is."""
@@ -185,11 +200,13 @@ class SiblingGroup:
     def _leave(self, member: Linear4D) -> None:
         self.members.remove(member)
         self._mine.results.pop(id(member), None)
-        alone = SiblingGroup(self.grid, self.in_axis, self.out_axis, self.overlap)
+        alone = SiblingGroup(self.grid, self.in_axis, self.out_axis, self.overlap, self.tokens)
         alone.members, alone.settled = [member], True
         member.group = alone
 
     def _compute(self, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
+        if self.tokens is not None:
+            return sharded_linear(self, input, members)
         columns: list[tuple[int, int]] = []
         widths: list[int] = []
         weights: list[Tensor] = []
@@ -233,9 +250,13 @@ class Linear4D(nn.Module):
         kept_rows: slice | None = None,
         shared_columns: int = 0,
         dropout: Dropout | None = None,
+        cuts: Cuts | None = None,
+        head: bool = False,
     ) -> None:
         super().__init__()
         self.name, self.group, self.transposed = name, group, transposed
+        # Where activations are cut by their tokens: how they come and leave.
+        self.cuts, self._head = cuts, head
         self.in_features, self.out_features = in_features, out_features
         # Replicated key/value heads: all rows are here, this rank works with these.
         self._kept_rows = kept_rows
@@ -262,11 +283,16 @@ class Linear4D(nn.Module):
 
     def check_input(self, input: Tensor) -> None:
         group = self.group
-        expected = self.in_features // group.grid.size(group.in_axis)
+        parts = group.grid.size(group.in_axis)
+        over = f"{group.in_axis}={parts}"
+        if self.cuts is not None and self.cuts.enter == "features":
+            parts *= group.grid.size(group.out_axis)
+            over += f" and {group.out_axis}={group.grid.size(group.out_axis)}"
+        expected = self.in_features // parts
         if input.shape[-1] != expected:
             raise ValueError(
                 f"{self.name} expects {expected} input features on each rank (its {self.in_features} over "
-                f"{group.in_axis}={group.grid.size(group.in_axis)}), got {input.shape[-1]}: what feeds it does not keep "
+                f"{over}), got {input.shape[-1]}: what feeds it does not keep "
                 f"the layout of its role; give that module a role, or use {group.in_axis}=1"
             )
 
@@ -275,7 +301,7 @@ class Linear4D(nn.Module):
             self._dropout.leave()
         output = self.group(self, input)
         if self._biases:
-            biases = self.local("bias")
+            biases = self._own_biases() if self.cuts is not None else self.local("bias")
             output = output + (biases[0] if len(biases) == 1 else torch.cat(biases))
         if self._shared_columns:
             own, shared = output.split(
@@ -283,8 +309,32 @@ class Linear4D(nn.Module):
             )
             shared = sum_backward(shared, self.group.grid.collectives, "x", "activation", self.name)
             output = torch.cat([own, shared], dim=-1)
+        if self.cuts is not None:
+            output = self._own_columns(output, self.cuts)
         if self._dropout is not None:
-            self._dropout.enter(self.group.out_axis)
+            cut_twice = self.cuts is not None and self.cuts.leave != "whole"
+            self._dropout.enter(self.group.out_axis, self.group.in_axis if cut_twice else None)
+        return output
+
+    def _own_biases(self) -> list[Tensor]:
+        """Each rank of ``in_axis`` adds them to other tokens or, a part of them, to its own features."""
+        assert self.cuts is not None
+        group, biases = self.group, self.local("bias")
+        if self.cuts.leave == "whole":
+            return biases
+        collectives, ranks = group.grid.collectives, group.grid.size(group.in_axis)
+        biases = [sum_backward(b, collectives, group.in_axis, "replica", self.name) for b in biases]
+        if self.cuts.leave == "features":
+            biases = [b.chunk(ranks)[group.grid.coordinate(group.in_axis)] for b in biases]
+        return biases
+
+    def _own_columns(self, output: Tensor, cuts: Cuts) -> Tensor:
+        group = self.group
+        if cuts.used_columns is not None:
+            output = sum_backward(output, group.grid.collectives, group.in_axis, "shared", self.name)
+            return output[..., cuts.used_columns]
+        if self._head and group.tokens is not None and group.grid.size(group.in_axis) == 1:
+            return output.view(*group.tokens.shape, output.shape[-1])
         return output
 
     def extra_repr(self) -> str:

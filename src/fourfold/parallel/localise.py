@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,23 +19,26 @@ from fourfold.parallel.weights import local_weight
 
 
 def show_local_parameters(
-    module: nn.Module, gradient_sum: Mapping[str, Axis | None], grid: Grid, inside: Inside
+    module: nn.Module, gradient_sum: Mapping[str, Sequence[Axis]], grid: Grid, inside: Inside
 ) -> None:
     """Let the model's own code read plain local tensors where the module's parameters are DTensors.
 
-    ``gradient_sum`` names its parameters and, for those that other x ranks use for other heads, the axis over which
-    their gradients are parts of a sum.
+    ``gradient_sum`` names its parameters and, for those that other ranks use for other heads or tokens, the axes over
+    which their gradients are parts of a sum.
     """
 
     cls = type(module)
 
-    def reader(key: str, axis: Axis | None) -> property:
+    def reader(key: str, axes: Sequence[Axis]) -> property:
         def read(self: nn.Module) -> Tensor | None:
             parameter = self._parameters[key]
             # Outside forward (FSDP2, the optimizer, a state dict) the parameter is what it is.
             if not isinstance(parameter, DTensor) or not inside:
                 return parameter
-            return sum_backward(local_weight(self, key), grid.collectives, axis, "replica")
+            block = local_weight(self, key)
+            for axis in axes:
+                block = sum_backward(block, grid.collectives, axis, "replica")
+            return block
 
         return property(read)
 
@@ -43,33 +46,35 @@ def show_local_parameters(
         with inside.entered():  # also where a user calls the module by itself
             return cls.forward(self, *args, **kwargs)
 
-    members: dict[str, Any] = {key: reader(key, axis) for key, axis in gradient_sum.items()}
+    members: dict[str, Any] = {key: reader(key, axes) for key, axes in gradient_sum.items()}
     members |= {"forward": forward, "__module__": cls.__module__}
     # A subclass for this instance alone: `nn.Module` looks into `_parameters` only where the class has no such name.
     module.__class__ = type(cls.__name__, (cls,), members)
 
 
-def show_local_heads(module: nn.Module, family: Family, grid: Grid, *, replicated_heads: int) -> list[str]:
-    """Tell an attention module of its own heads alone; returns what was changed, in words."""
+def show_local_heads(
+    module: nn.Module, family: Family, parts: int, which: int, *, replicated_heads: int
+) -> list[str]:
+    """Tell an attention module of its own heads alone, part ``which`` of ``parts``; returns what was changed, in words."""
     changed = []
     for name in (*HEAD_ATTRIBUTES, *KV_HEAD_ATTRIBUTES, *family.inner_attributes):
         value = module.__dict__.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
-            module.__dict__[name] = max(1, value // grid.x)
+            module.__dict__[name] = max(1, value // parts)
             changed.append(f"{name} {value} -> {module.__dict__[name]}")
     if replicated_heads and isinstance(module.__dict__.get("num_key_value_groups"), int):
         groups = module.__dict__["num_key_value_groups"]
         # One key/value head is left, and all of this rank's query heads read it.
-        module.__dict__["num_key_value_groups"] = groups * replicated_heads // grid.x
+        module.__dict__["num_key_value_groups"] = groups * replicated_heads // parts
         changed.append(f"num_key_value_groups {groups} -> {module.__dict__['num_key_value_groups']}")
     if family.heads_from_config and hasattr(module, "config"):
         config = copy.copy(module.config)
         for name in ("num_attention_heads", "num_key_value_heads"):
-            setattr(config, name, max(1, getattr(config, name) // grid.x))
+            setattr(config, name, max(1, getattr(config, name) // parts))
         module.config = config
         changed.append("config's head counts")
     if family.head_arguments:
-        module.register_forward_pre_hook(_own_heads(family.head_arguments, grid), with_kwargs=True)
+        module.register_forward_pre_hook(_own_heads(family.head_arguments, parts, which), with_kwargs=True)
         changed.append(f"argument {', '.join(family.head_arguments)}")
     return changed
 
@@ -97,7 +102,7 @@ def forbid(module: nn.Module, name: str, grid: Grid) -> None:
     module.register_forward_pre_hook(refuse)
 
 
-def _own_heads(arguments: Mapping[str, str], grid: Grid) -> Any:
+def _own_heads(arguments: Mapping[str, str], parts: int, which: int) -> Any:
     """A hook that cuts per-head arguments (ALiBi slopes) down to this rank's heads."""
 
     def cut(
@@ -110,13 +115,13 @@ def _own_heads(arguments: Mapping[str, str], grid: Grid) -> Any:
                 continue
             if shape == "batch*heads" and value.ndim == 3:
                 by_head = value.view(batch, -1, *value.shape[1:])
-                kwargs[name] = by_head.chunk(grid.x, dim=1)[grid.coordinate("x")].flatten(0, 1)
+                kwargs[name] = by_head.chunk(parts, dim=1)[which].flatten(0, 1)
             elif shape == "heads":
-                kwargs[name] = value.chunk(grid.x, dim=0)[grid.coordinate("x")]
+                kwargs[name] = value.chunk(parts, dim=0)[which]
             elif (
                 value.ndim > 1 and value.shape[1] > 1
             ):  # batch and heads apart, unless one slice serves all heads
-                kwargs[name] = value.chunk(grid.x, dim=1)[grid.coordinate("x")]
+                kwargs[name] = value.chunk(parts, dim=1)[which]
         return args, kwargs
 
     return cut

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.grid import Grid
+from fourfold.grid import Axis, Grid
 from fourfold.parallel.embedding import check_range
 from fourfold.parallel.layout import chunk
 from fourfold.parallel.refused import Refused
@@ -87,7 +87,8 @@ def cross_entropy(
 
     ``logits``: this rank's columns of the vocabulary (``model(ids).logits``), ``labels``: what each position should
     predict, not shifted here. The mean is over the labels of the whole global batch that are not ``ignore_index``,
-    also when ranks hold different counts. When gradients are accumulated over several calls, pass the number of such
+    also when ranks hold different counts. Of token-sharded activations a y rank has the logits of 1/y of the tokens; give
+    the labels of all. When gradients are accumulated over several calls, pass the number of such
     labels in all of them as ``num_items`` (`count_labels`), so that the accumulated gradient is that of one mean.
     With ``vocab_size`` the width of the logits is checked against it; without, the ranks tell each other theirs.
 
@@ -97,6 +98,7 @@ def cross_entropy(
         >>> loss = cross_entropy(model(input_ids=ids).logits, labels, grid)
         >>> loss.backward()
     """
+    labels_of_all, labels = labels, _own_labels(logits, labels, grid)
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: "
@@ -108,13 +110,23 @@ def cross_entropy(
     labels = labels.to(logits.device)
     check_range(labels, vocabulary, "a label", ignore_index)
     if num_items is None:
-        num_items = count_labels(labels, grid, ignore_index=ignore_index)
+        num_items = count_labels(labels_of_all, grid, ignore_index=ignore_index)
     arguments = (logits, labels, first, ignore_index, z_loss, grid)
     loss = cast(Tensor, _TokenLoss.apply(*arguments)) / num_items  # type: ignore[no-untyped-call]
     # Each rank's backward goes through its own tokens; FSDP2 and the data axis sum the gradients.
-    for axis in ("z", "data"):
+    axes: tuple[Axis, ...] = ("z", "data") if labels_of_all is labels else ("y", "z", "data")
+    for axis in axes:
         loss = sum_forward(loss, grid.collectives, axis, "loss")
     return loss
+
+
+def _own_labels(logits: Tensor, labels: Tensor, grid: Grid) -> Tensor:
+    """The labels of the logits' tokens: of token-sharded activations a y rank has 1/y of them, in their order."""
+    rows = logits.shape[:-1]
+    if grid.y == 1 or len(rows) != 2 or labels.numel() != grid.y * rows.numel():
+        return labels
+    # Halves of a batch that went through the model by themselves are cut each for itself.
+    return labels.reshape(rows[0], grid.y, rows[1])[:, grid.coordinate("y")].contiguous()
 
 
 def _columns(logits: Tensor, grid: Grid, vocab_size: int | None) -> tuple[int | Tensor, int | Tensor]:

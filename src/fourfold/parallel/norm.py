@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.grid import Axis, Grid
-from fourfold.parallel.sums import sum_both
+from fourfold.parallel.sums import sum_backward, sum_both
+from fourfold.parallel.tokens import Tokens
 from fourfold.parallel.weights import local_weight
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
@@ -72,10 +73,17 @@ class Norm4D(nn.Module):
         bias: nn.Parameter | None,
         grid: Grid,
         axis: Axis,
+        *,
+        gradient_axes: Sequence[Axis] = (),
+        tokens: Tokens | None = None,
     ) -> None:
         super().__init__()
         self.name, self.formula, self.features = name, formula, features
         self.grid, self.axis = grid, axis
+        # Where tokens are cut, each rank has its own tokens' part of the weight's gradient.
+        self._gradient_axes = gradient_axes
+        # Outside blocks: what the model's code reads next has the usual shape.
+        self._tokens = tokens
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
 
@@ -86,10 +94,15 @@ class Norm4D(nn.Module):
                 f"{self.name} expects {expected} features on each rank (its {self.features} over "
                 f"{self.axis}={self.grid.size(self.axis)}), got {x.shape[-1]}; use {self.axis}=1"
             )
-        weight, bias = (
-            None if self._parameters[k] is None else local_weight(self, k) for k in ("weight", "bias")
-        )
-        return self.formula.apply(x, self.features, weight, bias, self._total)
+        weight, bias = (None if self._parameters[k] is None else self._local(k) for k in ("weight", "bias"))
+        out = self.formula.apply(x, self.features, weight, bias, self._total)
+        return out if self._tokens is None else self._tokens.placed(out)
+
+    def _local(self, key: str) -> Tensor:
+        block = local_weight(self, key)
+        for axis in self._gradient_axes:
+            block = sum_backward(block, self.grid.collectives, axis, "replica", self.name)
+        return block
 
     def _total(self, part: Tensor) -> Tensor:
         return sum_both(part, self.grid.collectives, self.axis, "norm", self.name)

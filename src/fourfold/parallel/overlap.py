@@ -34,6 +34,8 @@ class Overlap:
     backward: bool = True
     # The all-reduce of an output, in this many parts of the tokens, each behind the next part's matmul.
     forward_chunks: int | Literal["auto"] = "auto"
+    # Token-sharded activations: the gathered input of a linear stays until backward, instead of coming twice.
+    keep_inputs: bool = True
     # The halves of this rank's sequences take turns, so that one computes while an all-reduce of the other's is in flight.
     interleave: bool | Literal["auto"] = "auto"
 

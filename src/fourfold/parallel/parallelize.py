@@ -25,6 +25,8 @@ from fourfold.parallel.recipe import Recipe
 from fourfold.parallel.report import Report, Row, describe
 from fourfold.parallel.roles import assign
 from fourfold.parallel.swap import swap_modules
+from fourfold.parallel.token_roles import cut_activations
+from fourfold.parallel.tokens import Activations
 from fourfold.parallel.weights import Precision, Weights, choose_weights, is_streamed, shard_weights
 
 ActivationCheckpointing = Literal["none", "full"]
@@ -36,6 +38,7 @@ def parallelize(
     *,
     roles: Mapping[str, str] | None = None,
     precision: Precision = "fp32",
+    activations: Activations = "replicated",
     activation_checkpointing: ActivationCheckpointing = "none",
     weights: Weights = "auto",
     overlap: Overlap | None = None,
@@ -47,7 +50,8 @@ def parallelize(
     ``model`` is an unmodified Hugging Face causal LM, or an `nn.Module` with ``roles``. Built on ``meta`` it never
     exists whole: each rank reads its shards from ``checkpoint`` (a folder of safetensors), or draws them, the same
     numbers on every grid, from ``seed`` by the model's own rules of initialisation. A model with real weights keeps
-    them. ``weights`` says how they are kept on z and data: by ``fsdp2``, or ``streamed`` by Fourfold's own schedule;
+    them. ``activations`` says whether what is not cut by its features is replicated over x and y, or cut by its tokens;
+    then the logits are those of this rank's tokens. ``weights`` says how they are kept on z and data: by ``fsdp2``, or ``streamed`` by Fourfold's own schedule;
     ``overlap`` what hides behind computation. Make the optimizer afterwards: the model has other parameters then.
 
     Raises `Refused` where the grid would not give the numbers of one process.
@@ -65,6 +69,7 @@ def parallelize(
         grid,
         roles=roles,
         precision=precision,
+        activations=activations,
         activation_checkpointing=activation_checkpointing,
         weights=weights,
         overlap=overlap,
@@ -95,6 +100,7 @@ def arrange(
     *,
     roles: Mapping[str, str] | None = None,
     precision: Precision = "fp32",
+    activations: Activations = "replicated",
     activation_checkpointing: ActivationCheckpointing = "none",
     weights: Weights = "auto",
     overlap: Overlap | None = None,
@@ -104,7 +110,7 @@ def arrange(
 
     With a ``seed`` also how each parameter is initialised, by the model's own rules.
     """
-    _check_options(model, precision, activation_checkpointing, weights)
+    _check_options(model, precision, activations, activation_checkpointing, weights)
     weights, why_weights = choose_weights(weights, grid)
     overlap = overlap or Overlap()
     model_name = type(model).__name__  # fully_shard changes the class
@@ -112,12 +118,15 @@ def arrange(
 
     # 1. Which module plays which role.
     assigned = assign(model, grid, roles)
+    cut_tokens = activations == "token-sharded" and grid.x * grid.y > 1
+    token_roles = cut_activations(model, assigned, grid) if cut_tokens else None
+    tokens = token_roles.tokens if token_roles else None
     recipes = record_initialization(model, seed=seed) if seed is not None else {}
     dropout = Dropout(grid) if _uses_dropout(model) and grid.x * grid.y > 1 else None
 
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
-    swapped = swap_modules(model, grid, assigned, dropout, inside, overlap)
+    swapped = swap_modules(model, grid, assigned, dropout, inside, overlap, token_roles)
     notes += swapped.notes
 
     # 3. The loss of logits whose vocabulary is cut over x, and of a batch that is cut over z and data.
@@ -132,7 +141,7 @@ def arrange(
     # 4. Recomputation of activations and the bounds of random numbers, block by block.
     blocks = find_blocks(model)
     for block in blocks:
-        wrap_block(block, inside, dropout, recomputed=activation_checkpointing == "full")
+        wrap_block(block, inside, dropout, recomputed=activation_checkpointing == "full", tokens=tokens)
     wrap_model(model, inside, swapped.groups, dropout, guard)
 
     # 5. The halves of a batch take turns, where activations are sent.
@@ -142,7 +151,7 @@ def arrange(
     )
     if one_piece is None:
         assert guard is not None  # where activations are sent, the vocabulary or the hidden features are cut
-        interleave(model, lanes, swapped.groups, guard.count)
+        interleave(model, lanes, swapped.groups, guard.count, tokens)
 
     # 6. Weights on z and data.
     shard_weights(
@@ -170,6 +179,9 @@ def arrange(
             f"Overlap({', '.join(idle)}) has no effect with {weights} weights; use weights='streamed'"
         )
     notes.append(f"activation checkpointing: {activation_checkpointing}, {len(blocks)} blocks")
+    if activations == "token-sharded":
+        what = f"tokens cut over x={grid.x} and y={grid.y}, logits [1, tokens/{grid.y}, vocabulary/{grid.x}]"
+        notes.append(f"activations: {what if tokens else 'nothing to cut by tokens on x = y = 1'}")
     halves = "take turns" if one_piece is None else f"do not take turns ({one_piece})"
     notes.append(f"interleaving: the halves of a batch {halves}")
     if dropout is not None:
@@ -193,9 +205,13 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _check_options(model: nn.Module, precision: str, activation_checkpointing: str, weights: str) -> None:
+def _check_options(
+    model: nn.Module, precision: str, activations: str, activation_checkpointing: str, weights: str
+) -> None:
     if precision not in ("fp32", "bf16"):
         raise ValueError(f"precision {precision!r} is not known; use 'fp32' or 'bf16'")
+    if activations not in get_args(Activations):
+        raise ValueError(f"activations {activations!r} is not known; use 'replicated' or 'token-sharded'")
     if activation_checkpointing not in ("none", "full"):
         raise ValueError(
             f"activation_checkpointing {activation_checkpointing!r} is not known; use 'none' or 'full'"

@@ -1,9 +1,9 @@
 """Random numbers that follow the layout: equal where activations are replicated, independent where they are cut.
 
-Between two linears activations are cut over one tensor axis and replicated over the other. All x and y ranks of a
-batch part share one default generator, which stays in step. A layer that cuts its output over an axis draws a seed
-from it, the same on all of them, and mixes in the rank's place on that axis: until the next layer is entered, dropout
-of any kind (a module, a function, inside attention) draws from there. Nothing is kept but the shared state, so a
+Between two linears activations are cut over one tensor axis and replicated over the other, or cut over both. All x and
+y ranks of a batch part share one default generator, which stays in step. A layer that cuts its output over an axis draws
+a seed from it, the same on all of them, and mixes in the rank's place on that axis: until the next layer is entered,
+dropout of any kind (a module, a function, inside attention) draws from there. Nothing is kept but the shared state, so a
 recomputed forward, whose shared state the checkpoint restores, draws the same masks.
 """
 
@@ -25,14 +25,20 @@ class Dropout:
         self._grid = grid
         self._shared: Tensor | None = None
 
-    def enter(self, axis: Axis | None) -> None:
-        """Activations are cut over ``axis`` from here on."""
+    def enter(self, *axes: Axis | None) -> None:
+        """Activations are cut over these axes from here on."""
         self.leave()
-        if axis is None or self._grid.size(axis) == 1:
+        cut = {axis for axis in axes if axis is not None and self._grid.size(axis) > 1}
+        if not cut:
             return
         seed = self._draw()
         self._shared = self._generator().get_state()
-        place = self._grid.coordinate(axis) + (1 if axis == "x" else self._grid.x + 1)
+        x, y = self._grid.coordinate("x"), self._grid.coordinate("y")
+        # A number of its own for each place: on x, on y, on both.
+        if len(cut) == 2:
+            place = 1 + self._grid.x + self._grid.y + y * self._grid.x + x
+        else:
+            place = 1 + (x if "x" in cut else self._grid.x + y)
         self._generator().manual_seed((seed * _MIX + place * 0x2545F4914F6CDD1D) % 2**63)
 
     def leave(self) -> None:

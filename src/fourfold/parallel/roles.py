@@ -86,7 +86,7 @@ _OF_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
 _OF_NORMS = ("norm", "norm_x", "replicated", "replicated_with_grad_allreduce", "heads")
 _OF_PARAMETERS = ("heads", "features", "replicated", "replicated_with_grad_allreduce")
 
-_SEPARATE_KV = re.compile(r"(^|\.)(k_proj|v_proj|key|value|k|v)$")
+SEPARATE_KV = re.compile(r"(^|\.)(k_proj|v_proj|key|value|k|v)$")
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -335,7 +335,7 @@ class _Assignment:
         if heads and heads % x:
             raise self._does_not_divide("x", f"num_attention_heads={heads} of {parent}", heads)
         if kv_heads and kv_heads % x:
-            separate = _SEPARATE_KV.search(role.name) is not None
+            separate = SEPARATE_KV.search(role.name) is not None
             fused = role.segments is not None or not (separate or self._has_separate_kv(parent))
             if x % kv_heads or fused:
                 why = (
@@ -359,7 +359,7 @@ class _Assignment:
 
     def _has_separate_kv(self, parent: str) -> bool:
         return any(
-            n.rsplit(".", 1)[0] == parent and _SEPARATE_KV.search(n) for n in self.anatomy.modules if "." in n
+            n.rsplit(".", 1)[0] == parent and SEPARATE_KV.search(n) for n in self.anatomy.modules if "." in n
         )
 
     def _does_not_divide(self, axis: Axis, what: str, size: int, because: str = "") -> Refused:

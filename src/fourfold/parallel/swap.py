@@ -21,6 +21,8 @@ from fourfold.parallel.random import Dropout
 from fourfold.parallel.refused import Refused
 from fourfold.parallel.report import describe
 from fourfold.parallel.roles import Role, family_of, matches
+from fourfold.parallel.token_roles import TokenRoles, head_parts
+from fourfold.parallel.tokens import stand_in_for_input
 
 
 @dataclass
@@ -42,16 +44,26 @@ def swap_modules(
     dropout: Dropout | None,
     inside: Inside,
     overlap: Overlap,
+    token_roles: TokenRoles | None = None,
 ) -> Swapped:
-    """Give every module of ``roles`` its form on the grid, in place."""
-    return _Swap(model, grid, dropout, inside, overlap).run(roles)
+    """Give every module of ``roles`` its form on the grid, in place; with ``token_roles`` for token-sharded activations."""
+    return _Swap(model, grid, dropout, inside, overlap, token_roles).run(roles)
 
 
 class _Swap:
     def __init__(
-        self, model: nn.Module, grid: Grid, dropout: Dropout | None, inside: Inside, overlap: Overlap
+        self,
+        model: nn.Module,
+        grid: Grid,
+        dropout: Dropout | None,
+        inside: Inside,
+        overlap: Overlap,
+        token_roles: TokenRoles | None,
     ) -> None:
         self.model, self.grid, self.dropout, self.inside, self.overlap = model, grid, dropout, inside, overlap
+        self.token_roles = token_roles
+        self.tokens = token_roles.tokens if token_roles else None
+        self.blocks = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         self.family = family_of(model)
         self.out = Swapped()
         # A tied weight is one parameter in several modules and stays one.
@@ -78,6 +90,10 @@ class _Swap:
                 self.out.embedding = self._find(role.name)[0]
         self.out.groups = list(self.siblings.values())
         self._heads(roles)
+        if self.token_roles is not None:
+            for name in sorted(self.token_roles.attention):
+                stand_in_for_input(self.model.get_submodule(name), name, self.token_roles.tokens)
+            self.out.notes += self.token_roles.notes
         for name, module in self.model.named_modules():
             if self.grid.y > 1 and any(matches(pattern, name) for pattern in self.family.cut_outputs):
                 cut_output(module, self.grid)
@@ -132,6 +148,8 @@ class _Swap:
             shared_columns=shared_columns,
             # Behind the head there is only the loss.
             dropout=None if role.head else self.dropout,
+            cuts=self.token_roles.cuts[role.name] if self.token_roles else None,
+            head=role.head,
         )
 
     def _kept_rows(self, role: Role, out_features: int) -> slice:
@@ -144,7 +162,9 @@ class _Swap:
         parent = role.name.rsplit(".", 1)[0] if "." in role.name else ""
         key = (parent, in_features, role.in_axis, role.out_axis, transposed)
         if key not in self.siblings:
-            self.siblings[key] = SiblingGroup(self.grid, role.in_axis, role.out_axis, self.overlap)
+            self.siblings[key] = SiblingGroup(
+                self.grid, role.in_axis, role.out_axis, self.overlap, self.tokens
+            )
         return self.siblings[key]
 
     def _embedding(self, role: Role, module: nn.Module) -> Embedding4D:
@@ -160,6 +180,7 @@ class _Swap:
             padding_idx=module.padding_idx,
             scale=None if scale is None else float(scale),
             dropout=self.dropout,
+            tokens=self.tokens,
         )
 
     def _norm(self, role: Role, module: nn.Module) -> Norm4D:
@@ -171,11 +192,28 @@ class _Swap:
             if source is not None:
                 layout = Layout.whole(f"{role.name}.{key}", source, {axis: 0})
                 made[key] = self._parameter(role.name, key, source, layout)
-        return Norm4D(role.name, role.formula, role.features, made["weight"], made["bias"], self.grid, axis)
+        outside = not any(role.name.startswith(f"{block}.") for block in self.blocks)
+        return Norm4D(
+            role.name,
+            role.formula,
+            role.features,
+            made["weight"],
+            made["bias"],
+            self.grid,
+            axis,
+            gradient_axes=self._gradient_axes(role),
+            tokens=self.tokens if outside else None,
+        )
+
+    def _gradient_axes(self, role: Role) -> tuple[Axis, ...]:
+        """Over which axes the ranks' gradients of a parameter are parts of a sum."""
+        if self.token_roles is not None:
+            return self.token_roles.gradient_axes[role.name]
+        return ("x",) if role.word == "replicated_with_grad_allreduce" and self.grid.x > 1 else ()
 
     def _keep(self, role: Role, module: nn.Module, keys: list[str]) -> None:
         """The module stays what it is and sees its rank's part of these parameters."""
-        summed: dict[str, Axis | None] = {}
+        summed: dict[str, tuple[Axis, ...]] = {}
         prefix = role.name if self._find(role.name)[1] is None else role.name.rpartition(".")[0]
         for key in keys:
             source = module._parameters[key]
@@ -185,7 +223,7 @@ class _Swap:
                 cuts["x"] = 0
             elif role.word in ("features", "embedding_colwise"):
                 cuts["y"] = source.ndim - 1
-            summed[key] = "x" if role.word == "replicated_with_grad_allreduce" and self.grid.x > 1 else None
+            summed[key] = self._gradient_axes(role)
             name = f"{prefix}.{key}" if prefix else key
             layout = Layout.whole(name, source, cuts)
             module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
@@ -201,13 +239,21 @@ class _Swap:
                     "attention" in type(self._find(parent)[0]).__name__.lower()
                     or "attn" in parent.rsplit(".", 1)[-1]
                 ):
-                    attention[parent] = attention.get(parent, 0) or role.replicated_heads
+                    attention[parent] = (
+                        attention.get(parent, 0) or role.replicated_heads or self._shared(role)
+                    )
         notes: dict[str, int] = defaultdict(int)
         for name, replicated in attention.items():
             module, _ = self._find(name)
-            for change in show_local_heads(module, self.family, self.grid, replicated_heads=replicated):
+            cut = head_parts(name, self.token_roles, self.grid)
+            for change in show_local_heads(module, self.family, *cut, replicated_heads=replicated):
                 notes[f"{type(module).__name__}: {change}"] += 1
         self.out.notes += [f"{note} ({count} modules)" for note, count in notes.items()]
+
+    def _shared(self, role: Role) -> int:
+        """How many key/value heads there are, where several y ranks use one."""
+        cuts = self.token_roles.cuts[role.name] if self.token_roles else None
+        return 0 if cuts is None or cuts.used_columns is None else cuts.kv_heads
 
     # -- parameters and places ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,165 @@
+"""What each module does where activations are cut over both tensor axes, and what stands in the way of it.
+
+Outside attention all work between linears is done token by token, so that a linear may leave any part of the tokens on
+a rank. Attention needs whole sequences; it works on 1/(x*y) of the heads, or, where those do not divide, on 1/x of them,
+the same on each y rank, with a line in the report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fourfold.grid import Axis, Grid
+from fourfold.parallel.anatomy import Anatomy, linear_shape
+from fourfold.parallel.refused import Refused
+from fourfold.parallel.roles import SEPARATE_KV, Role
+from fourfold.parallel.sharded_linear import Cuts
+from fourfold.parallel.tokens import Tokens
+
+_NOT_BY_TOKENS = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
+
+
+@dataclass
+class TokenRoles:
+    """What `swap.py` needs to know."""
+
+    tokens: Tokens
+    # Linears by name.
+    cuts: dict[str, Cuts] = field(default_factory=dict)
+    # Over which axes the gradient of a parameter is a sum of the ranks' parts, by the module or parameter of its role.
+    gradient_axes: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
+    # Attention modules whose heads are cut over y as well.
+    by_heads: set[str] = field(default_factory=set)
+    attention: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> TokenRoles:
+    """Raises `Refused` where activations cannot be cut by their tokens."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    anatomy = Anatomy(model)
+    if anatomy.embedding is None or anatomy.head is None or not hasattr(model, "loss_function"):
+        raise Refused(
+            f"{name} is no Hugging Face causal LM with an embedding and a head, between which tokens could be cut over "
+            f"x={grid.x} and y={grid.y}; use activations='replicated'"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise Refused(
+            f"{name} has an encoder and a decoder, with other tokens each, and they are cut over x={grid.x} and y={grid.y} "
+            "for one batch of tokens only; use activations='replicated'"
+        )
+    for role in roles:
+        if role.word in _NOT_BY_TOKENS:
+            raise Refused(
+                f"{role.name} has the role {role.word!r}, whose output is whole on each rank and not cut by its tokens over "
+                f"x={grid.x} and y={grid.y}; use activations='replicated'"
+            )
+    out = TokenRoles(Tokens(grid))
+    inside: dict[str, list[Role]] = {}
+    for role in roles:
+        parent = role.name.rpartition(".")[0]
+        if anatomy.in_attention(role.name) or "attn" in parent.rpartition(".")[2]:
+            inside.setdefault(parent, []).append(role)
+    whole: dict[str, int] = {}
+    for parent, members in inside.items():
+        if not any(r.out_axis == "x" for r in members):
+            continue
+        out.attention.add(parent)
+        why = _why_whole(anatomy, parent, members, grid)
+        if why is None:
+            out.by_heads.add(parent)
+        else:
+            whole[why] = whole.get(why, 0) + 1
+    out.notes += [
+        f"attention's core is computed on each of the {grid.y} y ranks: {why} ({count} modules)"
+        for why, count in whole.items()
+    ]
+    for role in roles:
+        if role.in_axis is not None:
+            out.cuts[role.name] = _cuts(role, anatomy, out, grid)
+        out.gradient_axes[role.name] = tuple(a for a in _gradient_axes(role, out) if grid.size(a) > 1)
+    return out
+
+
+def _why_whole(anatomy: Anatomy, parent: str, members: Sequence[Role], grid: Grid) -> str | None:
+    """Why an attention's heads cannot be cut over y as well; None if they can."""
+    parts = grid.x * grid.y
+    if grid.y == 1:
+        return None
+    first = next(r for r in members if r.out_axis == "x")
+    heads, kv_heads = anatomy.heads(first.name)
+    kv_heads = kv_heads or heads
+    if not heads or not kv_heads:
+        return "its number of heads is not known"
+    if heads % parts:
+        return f"x*y={parts} does not divide its {heads} heads"
+    if kv_heads % parts and parts % kv_heads:
+        return f"x*y={parts} neither divides its {kv_heads} key/value heads nor is a multiple of them"
+    for role in members:
+        if role.word in ("norm_x", "heads"):
+            return f"{role.name.rpartition('.')[2]} looks at the heads of a whole x rank"
+        module = anatomy.modules.get(role.name)
+        if role.in_axis is None or module is None:
+            continue
+        in_features, out_features = linear_shape(module)
+        shared = kv_heads % parts != 0 and SEPARATE_KV.search(role.name) is not None
+        if kv_heads % parts and role.segments is not None:
+            return f"its {kv_heads} key/value heads are fused with the query heads"
+        if role.out_axis == "x" and not shared:
+            uneven = next((w for w in role.segments or (out_features,) if w % parts), None)
+            if uneven is not None:
+                return f"x*y={parts} does not divide the {uneven} output features of {role.name.rpartition('.')[2]}"
+        if role.out_axis == "y" and in_features % parts:
+            return f"x*y={parts} does not divide the {in_features} input features of {role.name.rpartition('.')[2]}"
+    separate = any(SEPARATE_KV.search(r.name) for r in members)
+    if kv_heads % parts and not separate:
+        return f"its {kv_heads} key/value heads are fused with the query heads"
+    return None
+
+
+def _cuts(role: Role, anatomy: Anatomy, out: TokenRoles, grid: Grid) -> Cuts:
+    parent = role.name.rpartition(".")[0]
+    if parent not in out.attention:
+        return Cuts("tokens", "tokens")
+    by_heads = parent in out.by_heads
+    if role.out_axis == "y":
+        return Cuts("features" if by_heads else "whole", "tokens")
+    if not by_heads:
+        return Cuts("tokens", "whole")
+    heads, kv_heads = anatomy.heads(role.name)
+    assert heads
+    kv_heads = kv_heads or heads
+    if kv_heads % (grid.x * grid.y) == 0 or SEPARATE_KV.search(role.name) is None:
+        return Cuts("tokens", "features")
+    # The key/value heads of this x rank are fewer than its y ranks: each of these uses one.
+    here = max(1, kv_heads // grid.x)
+    width = linear_shape(anatomy.modules[role.name])[1] // kv_heads
+    used = grid.coordinate("y") * here // grid.y
+    return Cuts("tokens", "whole", slice(used * width, (used + 1) * width), kv_heads)
+
+
+def _gradient_axes(role: Role, out: TokenRoles) -> tuple[Axis, ...]:
+    """Over which axes other ranks use the same numbers of a parameter, for other tokens or heads."""
+    parent = role.name.rpartition(".")[0]
+    in_attention = any(parent == a or parent.startswith(f"{a}.") for a in out.attention)
+    by_heads = any(parent == a or parent.startswith(f"{a}.") for a in out.by_heads)
+    match role.word:
+        case "norm" | "features" | "embedding_colwise":
+            return ("x",)
+        case "norm_x" | "heads":
+            return () if in_attention else ("y",)
+        case "replicated_with_grad_allreduce":
+            return ("x",) if in_attention and not by_heads else ("x", "y")
+    return ()
+
+
+def head_parts(name: str, roles: TokenRoles | None, grid: Grid) -> tuple[int, int]:
+    """(into how many parts the heads of an attention are cut, which of them is this rank's)."""
+    if roles is None or name not in roles.by_heads:
+        return grid.x, grid.coordinate("x")
+    return math.prod((grid.x, grid.y)), grid.coordinate("x") * grid.y + grid.coordinate("y")

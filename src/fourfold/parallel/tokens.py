@@ -1,0 +1,194 @@
+"""Which tokens are a rank's own, where activations are cut over both tensor axes.
+
+The B*S tokens of a batch are dealt out in the order they have in memory. The residual stream holds 1/x of them and 1/y
+of their features: [1, B*S/x, hidden/y]. The model's own code in front of the first block and behind the last sees
+tensors of the usual shape, [B, S, hidden/y], of which a rank fills in its own tokens and leaves the others zero: that
+code makes masks and positions by this shape and works token by token, so its own tokens come out right.
+
+Attention reads the shape of its input, and sees a `StandIn`: the shape without the numbers, which the projections
+gather themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from fourfold.grid import Axis, Grid
+from fourfold.parallel.collectives import Collectives
+from fourfold.parallel.refused import Refused
+
+Activations = Literal["replicated", "token-sharded"]
+
+
+class Tokens:
+    """The tokens of the batch that is in the model."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        # By thread: the halves of an interleaved batch are in the model at the same time.
+        self._mine = threading.local()
+
+    def begin(self, ids: Tensor) -> None:
+        """A forward begins with these ids."""
+        shape = tuple(ids.shape)
+        if not self.divide(shape):
+            axis = "x" if ids.numel() % self.grid.x else "y"
+            ranks = self.grid.size("x" if axis == "x" else "y")
+            raise Refused(
+                f"{axis}={ranks} does not divide the {' * '.join(map(str, shape))} = {ids.numel()} tokens of a rank's batch; "
+                f"use sequences whose tokens divide by {ranks}, or activations='replicated'"
+            )
+        self._mine.shape = shape
+
+    def divide(self, shape: tuple[int, ...]) -> bool:
+        """Can a batch of this shape be dealt out?"""
+        return math.prod(shape) % self.grid.x == 0 == math.prod(shape) % self.grid.y
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(sequences, length) of the batch."""
+        shape: tuple[int, ...] | None = getattr(self._mine, "shape", None)
+        if shape is None:
+            raise Refused(
+                "token-sharded activations begin at the model's embedding, which did not run: pass input_ids, not "
+                "inputs_embeds, or use activations='replicated'"
+            )
+        return shape
+
+    @contextmanager
+    def of(self, shape: tuple[int, ...]) -> Iterator[None]:
+        """A block computes again for the batch of an earlier forward."""
+        before = getattr(self._mine, "shape", None)
+        self._mine.shape = shape
+        try:
+            yield
+        finally:
+            self._mine.shape = before
+
+    def count(self, axis: Axis | None = None) -> int:
+        """The tokens of the batch, or of one rank of ``axis``."""
+        return math.prod(self.shape) // self.grid.size(axis)
+
+    def own(self, hidden: Tensor, who: str) -> Tensor:
+        """This rank's tokens of the residual stream, whether they come alone or in their places."""
+        rows = hidden.shape[:-1].numel()
+        if rows == self.count("x"):
+            return hidden if hidden.ndim == 2 else hidden.reshape(1, rows, hidden.shape[-1])
+        if rows != self.count():
+            raise Refused(
+                f"{who} got {rows} tokens, neither the {self.count()} of the batch {self.shape} nor the {self.count('x')} "
+                f"of one x rank: the model's code took some of them away (logits_to_keep?), which cannot be told from "
+                "another cut; let it keep all, or use activations='replicated'"
+            )
+        flat = hidden.reshape(1, rows, hidden.shape[-1])
+        return flat.narrow(1, self.grid.coordinate("x") * self.count("x"), self.count("x"))
+
+    def placed(self, own: Tensor) -> Tensor:
+        """A tensor of the usual shape with this rank's tokens in their places, the others zero."""
+        if own.shape[:-1].numel() == self.count():
+            return own if own.shape[:-1] == self.shape else own.view(*self.shape, own.shape[-1])
+        first = self.grid.coordinate("x") * self.count("x")
+        return cast(Tensor, _Placed.apply(own, (*self.shape, own.shape[-1]), first))  # type: ignore[no-untyped-call]
+
+
+class _Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, shape: tuple[int, ...], first: int) -> Tensor:
+        ctx.first, ctx.own_shape = first, own.shape
+        whole = own.new_zeros(shape)  # and not a view: FSDP2 warns of a module that returns one
+        flat = own.reshape(-1, shape[-1])
+        whole.view(-1, shape[-1])[first : first + flat.shape[0]] = flat
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        rows = ctx.own_shape[:-1].numel()
+        flat = gradients[0].reshape(-1, gradients[0].shape[-1])
+        return flat[ctx.first : ctx.first + rows].reshape(ctx.own_shape), None, None
+
+
+class _Scattered(torch.autograd.Function):
+    """Parts of a sum over x, for all tokens, become the sums of a rank's own; the gradients of all are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, collectives: Collectives, module: str) -> Tensor:
+        ctx.collectives, ctx.module, ctx.shape = collectives, module, parts.shape
+        parts = parts.contiguous()
+        own = parts.new_empty(1, parts.shape[:-1].numel() // collectives.size("x"), parts.shape[-1])
+        pending = collectives.reduce_scatter(own, parts, "x", "activation", module=module)
+        collectives.turns.pass_on()
+        pending.wait()
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        own = gradients[0].contiguous()
+        whole = own.new_empty(ctx.shape)
+        ctx.collectives.all_gather(whole, own, "x", "activation", module=ctx.module).wait()
+        return whole, None, None
+
+
+def scattered(parts: Tensor, collectives: Collectives, module: str) -> Tensor:
+    if collectives.size("x") == 1:
+        return parts
+    return cast(Tensor, _Scattered.apply(parts, collectives, module))  # type: ignore[no-untyped-call]
+
+
+class StandIn(Tensor):
+    """The shape of a module's input without its numbers; ``own`` has those of this rank's tokens.
+
+    Whoever computes with it would compute with nothing: it is refused, with the line of code that did.
+    """
+
+    own: Tensor
+    module: str
+
+    @staticmethod
+    def __new__(cls, own: Tensor, shape: tuple[int, ...], module: str) -> StandIn:
+        stand_in = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
+        stand_in.own, stand_in.module = own, module
+        return stand_in
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        module = next(a.module for a in args if isinstance(a, StandIn))
+        frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename]
+        line = next((f for f in reversed(frames) if f.filename != __file__), None)
+        where = f", {line.filename}:{line.lineno}: {line.line}" if line else ""
+        raise Refused(
+            f"{module} computes with its input otherwise than by its projections ({function}{where}), but of token-sharded "
+            "activations it has only a part; use activations='replicated'"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"StandIn({tuple(self.shape)} of {self.module})"
+
+
+def stand_in_for_input(module: nn.Module, name: str, tokens: Tokens) -> None:
+    """Let a module see the whole shape of its input, the hidden states, where it gets its rank's own tokens."""
+
+    def show(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(own, Tensor):
+            raise Refused(
+                f"{name} is called without hidden_states, so which of its arguments is cut by its tokens is not known; use "
+                "activations='replicated'"
+            )
+        whole = StandIn(tokens.own(own, name), (*tokens.shape, own.shape[-1]), name)
+        if args:
+            return (whole, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": whole}
+
+    module.register_forward_pre_hook(show, with_kwargs=True)
