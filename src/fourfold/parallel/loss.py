@@ -265,8 +265,12 @@ def guard_loss(model: torch.nn.Module, grid: Grid, vocab_size: int | None) -> Lo
     return guard
 
 
-def full_logits(logits: Tensor, grid: Grid, *, vocab_size: int | None = None) -> Tensor:
+def full_logits(
+    logits: Tensor, grid: Grid, *, vocab_size: int | None = None, batch: tuple[int, int] | None = None
+) -> Tensor:
     """All columns of the vocabulary on every x rank, for evaluation; gradients do not flow through.
+
+    Of token-sharded activations a y rank has 1/y of the tokens: all of them come for a ``batch`` of (sequences, length).
 
     Example:
         >>> full_logits(model(input_ids=ids).logits, grid, vocab_size=131).shape[-1]
@@ -278,4 +282,15 @@ def full_logits(logits: Tensor, grid: Grid, *, vocab_size: int | None = None) ->
     padded[..., : logits.shape[-1]] = logits.detach()
     gathered = padded.new_empty(grid.x, *padded.shape)
     grid.collectives.all_gather(gathered, padded, "x", "logits").wait()
-    return torch.cat(gathered.unbind(0), dim=-1)[..., :vocabulary]
+    own = torch.cat(gathered.unbind(0), dim=-1)[..., :vocabulary]
+    if batch is None or own.shape[:-1] == batch:
+        return own
+    if own.ndim != 3 or own.shape[:-1].numel() * grid.y != batch[0] * batch[1]:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} on y={grid.y} ranks are not those of a batch of {batch[0]} * {batch[1]} "
+            "tokens; pass the (sequences, length) of the ids that this rank gave to the model"
+        )
+    own = own.contiguous()
+    tokens = own.new_empty(grid.y, *own.shape)
+    grid.collectives.all_gather(tokens, own, "y", "logits").wait()
+    return tokens.transpose(0, 1).reshape(*batch, vocabulary)

@@ -1,0 +1,303 @@
+"""Token-sharded activations: exact, no byte more, and nothing kept or computed twice."""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fourfold as ff
+from fourfold import Grid, RankPool
+from fourfold.parallel.refused import Refused
+from fourfold.selftest import OVERLAP, Errors, train_on
+from tests.models import (
+    VOCABULARY,
+    assert_shards_close,
+    batch,
+    build,
+    gradients,
+    local_gradients,
+)
+
+Shape = tuple[int, int, int, int]
+AGAIN = ff.Overlap(bundle_bytes=1024, keep_inputs=False)
+
+
+# -- exactness ------------------------------------------------------------------------------------------------------------
+
+
+def train(shape: Shape, kind: str, options: dict[str, Any]) -> Errors:
+    return train_on(Grid.create(shape), kind, activations="token-sharded", **({"overlap": OVERLAP} | options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "options"),
+    [
+        ("llama", (1, 1, 2, 2), {"weights": "fsdp2"}),
+        ("llama", (1, 1, 2, 4), {"weights": "streamed"}),  # two y ranks use one key/value head
+        ("llama", (1, 1, 4, 2), {"weights": "fsdp2", "activation_checkpointing": "full"}),
+        (
+            "llama",
+            (1, 2, 2, 2),
+            {"weights": "streamed", "overlap": AGAIN, "activation_checkpointing": "full"},
+        ),
+        ("qwen3", (1, 1, 2, 2), {"weights": "streamed", "overlap": AGAIN}),
+        ("gpt2", (1, 1, 2, 4), {"weights": "streamed"}),
+        ("gpt2", (1, 2, 2, 1), {"weights": "fsdp2", "overlap": AGAIN}),
+        ("gemma2", (1, 1, 2, 2), {"weights": "streamed", "overlap": ff.Overlap.none()}),
+    ],
+)
+def test_three_steps_are_those_of_one_process(
+    pool: RankPool, kind: str, shape: Shape, options: dict[str, Any]
+) -> None:
+    ranks = shape[0] * shape[1] * shape[2] * shape[3]
+    errors = Errors.worst(pool.run(train, ranks, shape, kind, options))
+    assert errors.within_bars(), errors
+
+
+def prepare(grid: Grid, kind: str, changes: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
+    model = build(kind, **(changes or {}))
+    options = {"activations": "token-sharded", "overlap": OVERLAP} | options
+    return model, ff.parallelize(model, grid, **options)
+
+
+def accumulate(shape: Shape, changes: dict[str, Any]) -> tuple[str, ...]:
+    """Two micro-batches of other lengths, both forwards before both backwards."""
+    grid = Grid.create(shape)
+    model, report = prepare(grid, "llama", changes, activation_checkpointing="full")
+    stock = build("llama", **changes)
+    rows = grid.local_rows(4)
+    short, long = batch(4, 4), batch(4, 8, seed=3)
+    losses = []
+    for ids, labels in (short, long):
+        stock(input_ids=ids, labels=labels, num_items_in_batch=20).loss.backward()
+        losses.append(model(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=20).loss)
+    with ff.accumulating(model):
+        losses[1].backward()
+    # Streamed weights know one backward for each forward: the second one anew.
+    ids, labels = short
+    model(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=20).loss.backward()
+    assert_shards_close(local_gradients(model), gradients(stock), report, grid)
+    return tuple(note for note in report.notes if "core" in note)
+
+
+def test_accumulated_gradients_and_batches_of_several_lengths(pool: RankPool) -> None:
+    assert pool.run(accumulate, 4, (1, 1, 2, 2), {})[0] == ()
+    # Six heads over four ranks: the core stays on x, and says so.
+    changes = {"num_attention_heads": 6, "hidden_size": 48}
+    notes = pool.run(accumulate, 4, (1, 1, 2, 2), changes)[0]
+    assert len(notes) == 1
+    assert "x*y=4" in notes[0]
+    assert "6 heads" in notes[0]
+
+
+def own_loss(shape: Shape) -> None:
+    """A loss of one's own from the logits, and all logits, also of halves that took turns."""
+    grid = Grid.create(shape)
+    model, _ = prepare(grid, "llama")
+    stock = build("llama")
+    ids, labels = batch(4, 8)
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    right = stock(input_ids=ids, labels=labels)
+    for _ in range(2):
+        logits = model(input_ids=ids).logits
+        loss = ff.cross_entropy(logits, shifted, grid, vocab_size=VOCABULARY)
+        torch.testing.assert_close(loss, right.loss, rtol=1e-5, atol=0.0)
+        every = ff.full_logits(logits, grid, vocab_size=VOCABULARY, batch=(4, 8))
+        torch.testing.assert_close(every, right.logits, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        loss = model(input_ids=ids[:3], labels=labels[:3]).loss  # three sequences have no halves
+        torch.testing.assert_close(
+            loss, stock(input_ids=ids[:3], labels=labels[:3]).loss, rtol=1e-5, atol=0.0
+        )
+
+
+def test_logits_of_a_rank_are_those_of_its_tokens(pool: RankPool) -> None:
+    for shape in ((1, 1, 2, 2), (1, 1, 1, 4)):
+        pool.run(own_loss, 4, shape)
+
+
+# -- traffic --------------------------------------------------------------------------------------------------------------
+
+
+def count(shape: Shape, kind: str, changes: dict[str, Any], activations: Any, keep_inputs: bool) -> Any:
+    """Bytes that this rank sends in one step, by axis and purpose."""
+    grid = Grid.create(shape)
+    overlap = ff.Overlap(bundle_bytes=1024, interleave=False, forward_chunks=1, keep_inputs=keep_inputs)
+    model, _ = prepare(grid, kind, changes, activations=activations, overlap=overlap)
+    ids, labels = batch(8, 16)
+    rows = grid.local_rows(8)
+    model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
+    with grid.collectives.counting() as entries:
+        model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
+    sent: dict[tuple[str, str], Fraction] = {}
+    for e in entries:
+        passes = 2 if e.kind == "all_reduce" else 1
+        key = (e.axis, e.purpose)
+        sent[key] = sent.get(key, Fraction(0)) + Fraction(passes * (e.ranks - 1) * e.payload_bytes, e.ranks)
+    return sent
+
+
+HEADS_OF_8 = {"num_attention_heads": 8, "hidden_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "changes"),
+    [
+        ("llama", (1, 1, 2, 4), HEADS_OF_8 | {"num_key_value_heads": 8}),
+        ("llama", (1, 2, 2, 2), HEADS_OF_8 | {"num_key_value_heads": 2}),
+        ("gpt2", (1, 1, 4, 2), HEADS_OF_8),
+    ],
+)
+def test_no_byte_more_is_sent(pool: RankPool, kind: str, shape: Shape, changes: dict[str, Any]) -> None:
+    replicated = pool.run(count, 8, shape, kind, changes, "replicated", True)[0]
+    _, z, y, x = shape
+    for keep_inputs in (True, False):
+        sent = pool.run(count, 8, shape, kind, changes, "token-sharded", keep_inputs)[0]
+        for axis in ("x", "y"):
+            assert sent[axis, "activation"] == replicated[axis, "activation"] > 0
+        for key in (("z", "weight"), ("z", "gradient")):
+            assert sent.get(key) == replicated.get(key)
+        # A norm's statistics are those of 1/x of the tokens.
+        assert sent["y", "norm"] * x == replicated["y", "norm"]
+        apart = {purpose for _, purpose in sent} - {"activation", "weight", "gradient", "norm", "loss"}
+        shared = {"shared"} if changes.get("num_key_value_heads") == 2 else set()
+        assert apart == {"replica"} | shared | (set() if keep_inputs else {"regather"})
+        if not keep_inputs:
+            tokens, h, f, blocks = 8 * 16 // z, 64, 64, 2
+            per_x = Fraction(x - 1, x) * tokens * h // y  # attention and MLP in each block, and the head
+            per_y = Fraction(y - 1, y) * tokens * (h + f) // x  # the inputs of o and down
+            assert sent["x", "regather"] == 4 * (2 * blocks + 1) * per_x
+            assert sent["y", "regather"] == 4 * blocks * per_y
+
+
+# -- memory and FLOPs -----------------------------------------------------------------------------------------------------
+
+B, S, H, F, HEADS = 2, 16, 64, 96, 8
+
+
+def small_llama(layers: int) -> nn.Module:
+    sizes = {"hidden_size": H, "intermediate_size": F, "num_attention_heads": HEADS, "vocab_size": 128}
+    config = LlamaConfig(**sizes, num_key_value_heads=HEADS, num_hidden_layers=layers, pad_token_id=None)
+    config._attn_implementation = "eager"
+    return LlamaForCausalLM(config)
+
+
+def saved_and_flops(shape: Shape, layers: int, keep_inputs: bool) -> tuple[int, int]:
+    """Numbers that are kept for backward, each storage once, and the FLOPs of a step."""
+    grid = Grid.create(shape)
+    model = small_llama(layers)
+    overlap = ff.Overlap(keep_inputs=keep_inputs, interleave=False)
+    ff.parallelize(model, grid, activations="token-sharded", overlap=overlap)
+    weights = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+    ids = torch.arange(B * S).reshape(B, S)
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with FlopCounterMode(display=False) as flops:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    numbers = sum(t.untyped_storage().nbytes() // 4 for p, t in kept.items() if p not in weights)
+    return numbers, flops.get_total_flops()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 4), (1, 1, 4, 2)])
+def test_a_block_keeps_and_computes_its_share(pool: RankPool, shape: Shape) -> None:
+    _, _, y, x = shape
+    tokens = B * S
+    for keep_inputs in (False, True):
+        one = pool.run(saved_and_flops, 8, shape, 1, keep_inputs)
+        two = pool.run(saved_and_flops, 8, shape, 2, keep_inputs)
+        # Two norms (their input, and that normalised) and MLP's gate, silu(gate) and up; q, k, v and probabilities.
+        saved = tokens * (4 * H + 3 * F + 3 * H + S * HEADS) // (x * y)
+        saved += 2 * tokens // x  # the norms' statistics, on each y rank
+        if keep_inputs:
+            saved += tokens * (2 * H // y + (H + F) // x)
+        else:
+            saved += tokens * (2 * H + H + F) // (x * y)
+        matmuls = 6 * tokens * (4 * H * H + 3 * H * F) // (x * y)
+        attention = 12 * B * S * S * H // (x * y)
+        blocks = {
+            (after[0] - before[0], after[1] - before[1]) for before, after in zip(one, two, strict=True)
+        }
+        assert blocks == {(saved, matmuls + attention)}
+
+
+# -- dropout --------------------------------------------------------------------------------------------------------------
+
+
+def drop(shape: Shape) -> list[Tensor]:
+    grid = Grid.create(shape)
+    rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+    ids, labels = batch(2, 16)
+    found, masks = [], []
+    for checkpointing in ("none", "full"):
+        model, _ = prepare(grid, "gpt2", rates, activation_checkpointing=checkpointing)
+
+        def see(module: nn.Module, args: Any, output: Tensor) -> None:
+            masks.append(output.detach() != 0)
+
+        hook = model.transformer.h[0].attn.resid_dropout.register_forward_hook(see)
+        loss = model(input_ids=ids, labels=labels).loss
+        hook.remove()
+        loss.backward()
+        found.append(local_gradients(model))
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+    return masks
+
+
+def test_each_rank_drops_for_itself_and_the_same_when_recomputed(pool: RankPool) -> None:
+    masks = pool.run(drop, 4, (1, 1, 2, 2))
+    for mine, again in masks:
+        assert torch.equal(mine, again)
+    firsts = [mine for mine, _ in masks]
+    assert all(not torch.equal(firsts[i], firsts[j]) for i in range(4) for j in range(i))
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------
+
+
+def refusals(shape: Shape) -> list[str]:
+    grid = Grid.create(shape)
+    model, _ = prepare(grid, "llama")
+    ids, _ = batch(1, 12)
+    attempts: list[Any] = [
+        lambda: model(input_ids=ids[:, :11]),
+        lambda: model(input_ids=ids, logits_to_keep=1),
+    ]
+    curious, _ = prepare(grid, "llama")
+    attention = curious.model.layers[0].self_attn
+    inner = attention.forward
+
+    def forward(hidden_states: Tensor, **others: Any) -> Any:
+        return inner(hidden_states=hidden_states * 2, **others)
+
+    attention.forward = forward
+    attempts.append(lambda: curious(input_ids=ids))
+    attempts.append(
+        lambda: ff.parallelize(nn.Linear(4, 4), grid, roles={"": "colwise"}, activations="token-sharded")
+    )
+    messages = []
+    for attempt in attempts:
+        with pytest.raises(Refused) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_cannot_be_cut_is_refused_by_name(pool: RankPool) -> None:
+    uneven, kept, curious, no_model = pool.run(refusals, 4, (1, 1, 2, 2))[0]
+    assert "x=2 does not divide the 1 * 11 = 11 tokens" in uneven
+    assert "lm_head got 1 tokens" in kept
+    assert "model.layers.0.self_attn" in curious
+    assert "hidden_states * 2" in curious  # the line of code
+    assert "Linear" in no_model
+    assert all("activations='replicated'" in message for message in (uneven, kept, curious, no_model))
