@@ -123,17 +123,15 @@ def test_logits_of_a_rank_are_those_of_its_tokens(pool: RankPool) -> None:
 # -- traffic --------------------------------------------------------------------------------------------------------------
 
 
-def count(shape: Shape, kind: str, changes: dict[str, Any], activations: Any, keep_inputs: bool) -> Any:
+def sent_bytes(grid: Grid, kind: str, changes: dict[str, Any], **options: Any) -> dict[Any, Fraction]:
     """Bytes that this rank sends in one step, by axis and purpose."""
-    grid = Grid.create(shape)
-    overlap = ff.Overlap(bundle_bytes=1024, interleave=False, forward_chunks=1, keep_inputs=keep_inputs)
-    model, _ = prepare(grid, kind, changes, activations=activations, overlap=overlap)
+    model, _ = prepare(grid, kind, changes, **options)
     ids, labels = batch(8, 16)
     rows = grid.local_rows(8)
     model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
     with grid.collectives.counting() as entries:
         model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
-    sent: dict[tuple[str, str], Fraction] = {}
+    sent: dict[Any, Fraction] = {}
     for e in entries:
         passes = 2 if e.kind == "all_reduce" else 1
         key = (e.axis, e.purpose)
@@ -141,70 +139,85 @@ def count(shape: Shape, kind: str, changes: dict[str, Any], activations: Any, ke
     return sent
 
 
+def count(shape: Shape, kind: str, changes: dict[str, Any]) -> list[dict[Any, Fraction]]:
+    """With replicated activations, with token-sharded ones, and with inputs that come twice."""
+    grid = Grid.create(shape)
+    return [
+        sent_bytes(grid, kind, changes, activations="replicated"),
+        sent_bytes(grid, kind, changes),
+        sent_bytes(grid, kind, changes, overlap=AGAIN),
+    ]
+
+
 HEADS_OF_8 = {"num_attention_heads": 8, "hidden_size": 64}
 
 
+# Of eight heads each rank has one; of two key/value heads, four ranks have one.
 @pytest.mark.parametrize(
     ("kind", "shape", "changes"),
     [
-        ("llama", (1, 1, 2, 4), HEADS_OF_8 | {"num_key_value_heads": 8}),
         ("llama", (1, 2, 2, 2), HEADS_OF_8 | {"num_key_value_heads": 2}),
         ("gpt2", (1, 1, 4, 2), HEADS_OF_8),
     ],
 )
 def test_no_byte_more_is_sent(pool: RankPool, kind: str, shape: Shape, changes: dict[str, Any]) -> None:
-    replicated = pool.run(count, 8, shape, kind, changes, "replicated", True)[0]
     _, z, y, x = shape
-    for keep_inputs in (True, False):
-        sent = pool.run(count, 8, shape, kind, changes, "token-sharded", keep_inputs)[0]
-        for axis in ("x", "y"):
-            assert sent[axis, "activation"] == replicated[axis, "activation"] > 0
-        for key in (("z", "weight"), ("z", "gradient")):
-            assert sent.get(key) == replicated.get(key)
-        # A norm's statistics are those of 1/x of the tokens.
-        assert sent["y", "norm"] * x == replicated["y", "norm"]
-        apart = {purpose for _, purpose in sent} - {"activation", "weight", "gradient", "norm", "loss"}
-        shared = {"shared"} if changes.get("num_key_value_heads") == 2 else set()
-        assert apart == {"replica"} | shared | (set() if keep_inputs else {"regather"})
-        if not keep_inputs:
-            tokens, h, f, blocks = 8 * 16 // z, 64, 64, 2
-            per_x = Fraction(x - 1, x) * tokens * h // y  # attention and MLP in each block, and the head
-            per_y = Fraction(y - 1, y) * tokens * (h + f) // x  # the inputs of o and down
-            assert sent["x", "regather"] == 4 * (2 * blocks + 1) * per_x
-            assert sent["y", "regather"] == 4 * blocks * per_y
+    for replicated, kept, again in pool.run(count, 8, shape, kind, changes):
+        for sent in (kept, again):
+            for axis in ("x", "y"):
+                assert sent[axis, "activation"] == replicated[axis, "activation"] > 0
+            for key in (("z", "weight"), ("z", "gradient")):
+                assert sent.get(key) == replicated.get(key)
+            # A norm's statistics are those of 1/x of the tokens.
+            assert sent["y", "norm"] * x == replicated["y", "norm"]
+        usual = {"activation", "weight", "gradient", "norm", "loss", "replica"}
+        shared = {"shared"} if kind == "llama" else set()
+        assert {purpose for _, purpose in kept} - usual == shared
+        assert {purpose for _, purpose in again} - usual == shared | {"regather"}
+        tokens, h, f, blocks = 8 * 16 // z, 64, 64, 2
+        # The inputs of attention, of the MLP and of the head; those of o and down.
+        assert again["x", "regather"] == 4 * (2 * blocks + 1) * Fraction(x - 1, x) * tokens * h / y
+        assert again["y", "regather"] == 4 * blocks * Fraction(y - 1, y) * tokens * (h + f) / x
 
 
 # -- memory and FLOPs -----------------------------------------------------------------------------------------------------
 
-B, S, H, F, HEADS = 2, 16, 64, 96, 8
+B, S, H, F, HEADS, VOCABULARY_OF_8 = 2, 16, 64, 96, 8, 128
 
 
-def small_llama(layers: int) -> nn.Module:
-    sizes = {"hidden_size": H, "intermediate_size": F, "num_attention_heads": HEADS, "vocab_size": 128}
-    config = LlamaConfig(**sizes, num_key_value_heads=HEADS, num_hidden_layers=layers, pad_token_id=None)
+def small_llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": H, "intermediate_size": F, "num_attention_heads": HEADS}
+    config = LlamaConfig(**sizes, num_key_value_heads=HEADS, num_hidden_layers=1, vocab_size=VOCABULARY_OF_8)
     config._attn_implementation = "eager"
     return LlamaForCausalLM(config)
 
 
-def saved_and_flops(shape: Shape, layers: int, keep_inputs: bool) -> tuple[int, int]:
-    """Numbers that are kept for backward, each storage once, and the FLOPs of a step."""
+def saved_and_flops(shape: Shape, keep_inputs: bool) -> tuple[int, int]:
+    """Numbers that a block keeps for backward, each storage once, and the FLOPs of a step."""
     grid = Grid.create(shape)
-    model = small_llama(layers)
+    model = small_llama()
     overlap = ff.Overlap(keep_inputs=keep_inputs, interleave=False)
     ff.parallelize(model, grid, activations="token-sharded", overlap=overlap)
-    weights = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
-    ids = torch.arange(B * S).reshape(B, S)
     kept: dict[int, Tensor] = {}
+    elsewhere = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with FlopCounterMode(display=False) as flops:
+    block = model.model.layers[0]
+    inner = block.forward
+
+    def forward(*args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any) -> Any:
+        elsewhere.update(table.untyped_storage().data_ptr() for table in position_embeddings)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-    numbers = sum(t.untyped_storage().nbytes() // 4 for p, t in kept.items() if p not in weights)
+            return inner(*args, position_embeddings=position_embeddings, **kwargs)
+
+    block.forward = forward
+    ids = torch.arange(B * S).reshape(B, S)
+    with FlopCounterMode(display=False) as flops:
+        model(input_ids=ids, labels=ids).loss.backward()
+    numbers = sum(t.untyped_storage().nbytes() // 4 for p, t in kept.items() if p not in elsewhere)
     return numbers, flops.get_total_flops()
 
 
@@ -212,22 +225,16 @@ def saved_and_flops(shape: Shape, layers: int, keep_inputs: bool) -> tuple[int, 
 def test_a_block_keeps_and_computes_its_share(pool: RankPool, shape: Shape) -> None:
     _, _, y, x = shape
     tokens = B * S
-    for keep_inputs in (False, True):
-        one = pool.run(saved_and_flops, 8, shape, 1, keep_inputs)
-        two = pool.run(saved_and_flops, 8, shape, 2, keep_inputs)
-        # Two norms (their input, and that normalised) and MLP's gate, silu(gate) and up; q, k, v and probabilities.
-        saved = tokens * (4 * H + 3 * F + 3 * H + S * HEADS) // (x * y)
-        saved += 2 * tokens // x  # the norms' statistics, on each y rank
-        if keep_inputs:
-            saved += tokens * (2 * H // y + (H + F) // x)
-        else:
-            saved += tokens * (2 * H + H + F) // (x * y)
-        matmuls = 6 * tokens * (4 * H * H + 3 * H * F) // (x * y)
-        attention = 12 * B * S * S * H // (x * y)
-        blocks = {
-            (after[0] - before[0], after[1] - before[1]) for before, after in zip(one, two, strict=True)
-        }
-        assert blocks == {(saved, matmuls + attention)}
+    # Two norms: their input, and that normalised. q, k, v and probabilities. Gate, silu(gate) and up.
+    saved = tokens * (4 * H + 3 * H + S * HEADS + 3 * F) // (x * y)
+    saved += 2 * tokens // x  # the norms' statistics, on each y rank
+    # The inputs of q, k, v, of gate and up, of o and of down: whole over one axis, or cut over both.
+    kept = tokens * (2 * H // y + (H + F) // x)
+    again = tokens * (2 * H + H + F) // (x * y)
+    matmuls = 6 * tokens * (4 * H * H + 3 * H * F + H * VOCABULARY_OF_8) // (x * y)
+    attention = 12 * B * S * S * H // (x * y)
+    assert set(pool.run(saved_and_flops, 8, shape, True)) == {(saved + kept, matmuls + attention)}
+    assert set(pool.run(saved_and_flops, 8, shape, False)) == {(saved + again, matmuls + attention)}
 
 
 # -- dropout --------------------------------------------------------------------------------------------------------------

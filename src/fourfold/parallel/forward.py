@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ def wrap_model(
     groups: Sequence[SiblingGroup],
     dropout: Dropout | None,
     guard: LossGuard | None,
+    tokens: Tokens | None = None,
 ) -> None:
     """Inside FSDP2's hooks, which handle the parameters as they are."""
     inner = model.forward
@@ -50,7 +51,7 @@ def wrap_model(
         if guard is not None:
             guard.expect()
         try:
-            with inside.entered():
+            with inside.entered(), tokens.of(None) if tokens is not None else nullcontext():
                 output = inner(*args, **kwargs)
         finally:
             if dropout is not None:

@@ -33,9 +33,9 @@ from fourfold.grid import Axis, Grid
 from fourfold.parallel.collectives import Pending
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout
-from fourfold.parallel.sharded_linear import Cuts, sharded_linear
+from fourfold.parallel.sharded_linear import own_biases, own_columns, sharded_linear
 from fourfold.parallel.sums import InFlight, await_gradient, sum_backward
-from fourfold.parallel.tokens import Tokens
+from fourfold.parallel.tokens import Cuts, Tokens
 from fourfold.parallel.weights import local_weight
 
 
@@ -256,7 +256,7 @@ class Linear4D(nn.Module):
         super().__init__()
         self.name, self.group, self.transposed = name, group, transposed
         # Where activations are cut by their tokens: how they come and leave.
-        self.cuts, self._head = cuts, head
+        self.cuts, self.is_head = cuts, head
         self.in_features, self.out_features = in_features, out_features
         # Replicated key/value heads: all rows are here, this rank works with these.
         self._kept_rows = kept_rows
@@ -301,7 +301,7 @@ class Linear4D(nn.Module):
             self._dropout.leave()
         output = self.group(self, input)
         if self._biases:
-            biases = self._own_biases() if self.cuts is not None else self.local("bias")
+            biases = self.local("bias") if self.cuts is None else own_biases(self, self.cuts)
             output = output + (biases[0] if len(biases) == 1 else torch.cat(biases))
         if self._shared_columns:
             own, shared = output.split(
@@ -310,31 +310,10 @@ class Linear4D(nn.Module):
             shared = sum_backward(shared, self.group.grid.collectives, "x", "activation", self.name)
             output = torch.cat([own, shared], dim=-1)
         if self.cuts is not None:
-            output = self._own_columns(output, self.cuts)
+            output = own_columns(self, self.cuts, output)
         if self._dropout is not None:
             cut_twice = self.cuts is not None and self.cuts.leave != "whole"
             self._dropout.enter(self.group.out_axis, self.group.in_axis if cut_twice else None)
-        return output
-
-    def _own_biases(self) -> list[Tensor]:
-        """Each rank of ``in_axis`` adds them to other tokens or, a part of them, to its own features."""
-        assert self.cuts is not None
-        group, biases = self.group, self.local("bias")
-        if self.cuts.leave == "whole":
-            return biases
-        collectives, ranks = group.grid.collectives, group.grid.size(group.in_axis)
-        biases = [sum_backward(b, collectives, group.in_axis, "replica", self.name) for b in biases]
-        if self.cuts.leave == "features":
-            biases = [b.chunk(ranks)[group.grid.coordinate(group.in_axis)] for b in biases]
-        return biases
-
-    def _own_columns(self, output: Tensor, cuts: Cuts) -> Tensor:
-        group = self.group
-        if cuts.used_columns is not None:
-            output = sum_backward(output, group.grid.collectives, group.in_axis, "shared", self.name)
-            return output[..., cuts.used_columns]
-        if self._head and group.tokens is not None and group.grid.size(group.in_axis) == 1:
-            return output.view(*group.tokens.shape, output.shape[-1])
         return output
 
     def extra_repr(self) -> str:

@@ -142,7 +142,7 @@ def arrange(
     blocks = find_blocks(model)
     for block in blocks:
         wrap_block(block, inside, dropout, recomputed=activation_checkpointing == "full", tokens=tokens)
-    wrap_model(model, inside, swapped.groups, dropout, guard)
+    wrap_model(model, inside, swapped.groups, dropout, guard, tokens)
 
     # 5. The halves of a batch take turns, where activations are sent.
     lanes = Lanes.of(grid)
@@ -180,7 +180,7 @@ def arrange(
         )
     notes.append(f"activation checkpointing: {activation_checkpointing}, {len(blocks)} blocks")
     if activations == "token-sharded":
-        what = f"tokens cut over x={grid.x} and y={grid.y}, logits [1, tokens/{grid.y}, vocabulary/{grid.x}]"
+        what = f"cut by their tokens over x={grid.x} and y={grid.y}, each rank with the logits of 1/{grid.y} of the tokens"
         notes.append(f"activations: {what if tokens else 'nothing to cut by tokens on x = y = 1'}")
     halves = "take turns" if one_piece is None else f"do not take turns ({one_piece})"
     notes.append(f"interleaving: the halves of a batch {halves}")

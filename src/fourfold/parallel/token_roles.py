@@ -17,8 +17,7 @@ from fourfold.grid import Axis, Grid
 from fourfold.parallel.anatomy import Anatomy, linear_shape
 from fourfold.parallel.refused import Refused
 from fourfold.parallel.roles import SEPARATE_KV, Role
-from fourfold.parallel.sharded_linear import Cuts
-from fourfold.parallel.tokens import Tokens
+from fourfold.parallel.tokens import Cuts, Tokens
 
 _NOT_BY_TOKENS = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
 

@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -26,6 +27,21 @@ from fourfold.parallel.collectives import Collectives
 from fourfold.parallel.refused import Refused
 
 Activations = Literal["replicated", "token-sharded"]
+
+
+# What the second axis cuts of an activation; the first one cuts its features.
+Cut = Literal["tokens", "features", "whole"]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How a linear's input comes over ``out_axis``, and its output leaves over ``in_axis``."""
+
+    enter: Cut
+    leave: Cut
+    # Key/value heads of which several ranks of ``in_axis`` use one: the columns that this rank uses of a whole output.
+    used_columns: slice | None = None
+    kv_heads: int = 0
 
 
 class Tokens:
@@ -64,8 +80,8 @@ class Tokens:
         return shape
 
     @contextmanager
-    def of(self, shape: tuple[int, ...]) -> Iterator[None]:
-        """A block computes again for the batch of an earlier forward."""
+    def of(self, shape: tuple[int, ...] | None) -> Iterator[None]:
+        """A forward begins, of a batch that is not known yet; or a block computes again for an earlier one."""
         before = getattr(self._mine, "shape", None)
         self._mine.shape = shape
         try:
@@ -89,7 +105,8 @@ class Tokens:
                 "another cut; let it keep all, or use activations='replicated'"
             )
         flat = hidden.reshape(1, rows, hidden.shape[-1])
-        return flat.narrow(1, self.grid.coordinate("x") * self.count("x"), self.count("x"))
+        own = flat.narrow(1, self.grid.coordinate("x") * self.count("x"), self.count("x"))
+        return own.clone()  # a view, kept for backward, would keep all of it
 
     def placed(self, own: Tensor) -> Tensor:
         """A tensor of the usual shape with this rank's tokens in their places, the others zero."""
