@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from fourfold.parallel.linear import SiblingGroup
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """What one collective reduces of the members' outputs."""
+
+    own: Tensor
+    # [ranks, own]: this rank's parts of what each of them keeps.
+    parts: Tensor
+    # (member, which tokens, where to write): one for each product of tokens and weights.
+    products: list[tuple[int, slice, Tensor]]
+
+
 @dataclass
 class Call:
     """One computation of a group."""
@@ -31,20 +42,21 @@ class Call:
     # (sequences, length), the shape of all tokens.
     batch: tuple[int, ...]
     flight: InFlight = field(default_factory=InFlight)
-    # Gradients of the members' outputs, on their way from the ranks of ``in_axis``.
-    gradients: dict[int, tuple[Tensor, Pending]] = field(default_factory=dict)
+    # Gradients of the members' outputs that wait for those of the others; and those on their way from the other ranks.
+    waiting: dict[int, Tensor] = field(default_factory=dict)
+    gathered: dict[int, tuple[Tensor, Pending]] = field(default_factory=dict)
 
     def gather(self, own: Tensor, axis: Axis | None, cut: Cut, purpose: Purpose) -> tuple[Tensor, Pending]:
         """What the ranks of ``axis`` have: [1, tokens, features], or [ranks, tokens, features of one] by features."""
-        ranks = 1 if cut == "whole" else self.group.grid.size(axis)
-        if axis is None or ranks == 1:
+        if axis is None or not self.cuts(axis, cut):
             return own.unsqueeze(0), Pending()
+        ranks = self.group.grid.size(axis)
         parts = ranks if cut == "features" else 1
         whole = own.new_empty(parts, own.shape[0] * ranks // parts, own.shape[1])
-        collectives = self.group.grid.collectives
-        return whole, collectives.all_gather(
-            whole, own.contiguous(), axis, purpose, module=self.group.names()
-        )
+        return whole, self._all_gather(whole, own.contiguous(), axis, purpose)
+
+    def _all_gather(self, whole: Tensor, own: Tensor, axis: Axis, purpose: Purpose) -> Pending:
+        return self.group.grid.collectives.all_gather(whole, own, axis, purpose, module=self.group.names())
 
     def reduce(self, own: Tensor, parts: Tensor, axis: Axis | None, cut: Cut) -> Pending:
         """``own``, the sums of ``parts`` that are this rank's; in place, where all are."""
@@ -57,48 +69,107 @@ class Call:
     def cuts(self, axis: Axis | None, cut: Cut) -> bool:
         return cut != "whole" and self.group.grid.size(axis) > 1
 
-    def output(self, whole: Tensor, blocks: Sequence[Tensor], leave: Cut) -> tuple[Tensor, Tensor]:
-        """Memory for what a rank keeps of a member's output, and for the parts of sums that it gives."""
-        ranks = self.group.grid.size(self.group.in_axis)
-        tokens, width = whole.shape[1], sum(block.shape[0] for block in blocks)
-        parts = whole.new_empty(tokens * width)
-        if not self.cuts(self.group.in_axis, leave):
-            return parts.view(tokens, width), parts
-        shape = (tokens // ranks, width) if leave == "tokens" else (tokens, width // ranks)
-        return whole.new_empty(shape), parts
+    # -- outputs ------------------------------------------------------------------------------------------------------
 
-    def chunks(
-        self, own: Tensor, parts: Tensor, leave: Cut
-    ) -> Iterator[tuple[Tensor, Tensor, Sequence[slice]]]:
-        """(a chunk of ``own``, the memory of its parts laid out as `gather` does, which tokens these are)."""
+    def alike(self) -> list[list[int]]:
+        """Members whose outputs are cut in the same way: one collective serves them all."""
+        found: dict[Cut, list[int]] = {}
+        for member, leave in enumerate(self.leaves):
+            found.setdefault(leave, []).append(member)
+        return list(found.values())
+
+    def outputs(
+        self, members: Sequence[int], widths: Sequence[int], whole: Tensor
+    ) -> tuple[list[Tensor], list[Chunk]]:
+        """Memory for what a rank keeps of the outputs of ``members``, cut alike; the same in chunks."""
+        group, leave = self.group, self.leaves[members[0]]
+        ranks = group.grid.size(group.in_axis) if self.cuts(group.in_axis, leave) else 1
+        rows = whole.shape[1] // ranks if leave == "tokens" else whole.shape[1]
+        columns = [width // ranks if leave == "features" else width for width in widths]
+        parts = whole.new_empty(ranks * rows * sum(columns))
+        own = whole.new_empty(rows * sum(columns)) if ranks > 1 else parts
+        chunks, end = [], 0
+        for spans in self._divide(members, columns, rows, parts):
+            start, end = end, end + sum((last - first) * width for _, first, last, width in spans)
+            memory = parts[ranks * start : ranks * end].view(ranks, end - start)
+            chunks.append(Chunk(own[start:end], memory, self._products(memory, spans, rows, leave)))
+        outputs = own.split([rows * width for width in columns])
+        return [o.view(rows, width) for o, width in zip(outputs, columns, strict=True)], chunks
+
+    def _divide(
+        self, members: Sequence[int], columns: Sequence[int], rows: int, parts: Tensor
+    ) -> list[list[tuple[int, int, int, int]]]:
+        """(member, its first row, behind its last, columns) of each chunk: all in one, or several of each member."""
         group = self.group
-        ranks = group.grid.size(group.in_axis)
-        by_features = ranks if leave == "features" else 1
-        if not self.cuts(group.in_axis, leave):
-            yield own, parts.view(1, *own.shape), [slice(None)]
-            return
-        count = group.overlap.chunks_of(parts, group.grid.target)
-        size = -(-len(own) // count)
-        for start in range(0, len(own), size):
-            stop = min(start + size, len(own))
-            memory = parts[start * own.shape[1] * ranks : stop * own.shape[1] * ranks]
-            sources = [slice(start, stop)]
-            if leave == "tokens":  # the same rows of each rank's tokens; all rows, in one piece
-                firsts = range(0, ranks * len(own), len(own))
-                sources = [slice(f + start, f + stop) for f in firsts] if count > 1 else [slice(None)]
-            yield own[start:stop], memory.view(by_features, -1, own.shape[1]), sources
+        count = group.overlap.chunks_of(parts, group.grid.target) if group.grid.size(group.in_axis) > 1 else 1
+        if count == 1:
+            return [[(m, 0, rows, width) for m, width in zip(members, columns, strict=True)]]
+        found = []
+        for m, width in zip(members, columns, strict=True):
+            size = -(-rows // max(1, round(count * width / sum(columns))))
+            found += [[(m, start, min(start + size, rows), width)] for start in range(0, rows, size)]
+        return found
 
-    def gather_gradient(self, member: int, own: Tensor) -> None:
-        flat = own.reshape(-1, own.shape[-1])
-        self.gradients[member] = self.gather(flat, self.group.in_axis, self.leaves[member], "activation")
+    @staticmethod
+    def _products(
+        memory: Tensor, spans: Sequence[tuple[int, int, int, int]], rows: int, leave: Cut
+    ) -> list[tuple[int, slice, Tensor]]:
+        found: list[tuple[int, slice, Tensor]] = []
+        place = 0
+        for m, first, last, width in spans:
+            size = (last - first) * width
+            out = memory[:, place : place + size].unflatten(1, (last - first, width))
+            place += size
+            if leave != "tokens":
+                found.append((m, slice(first, last), out))
+            elif out.is_contiguous() and last - first == rows:
+                found.append((m, slice(None), out.view(1, -1, width)))
+            else:  # these rows of each rank's tokens
+                starts = range(first, rows * len(out), rows)
+                found += [
+                    (m, slice(s, s + last - first), part)
+                    for s, part in zip(starts, out.split(1), strict=True)
+                ]
+        return found
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def add_gradient(self, member: int, own: Tensor) -> None:
+        """Of a member's output. When those of all that are cut alike are known, they start to be gathered."""
+        self.waiting[member] = own
+        alike = next(members for members in self.alike() if member in members)
+        if all(m in self.waiting for m in alike):
+            self._gather_gradients(alike)
+
+    def _gather_gradients(self, members: Sequence[int]) -> None:
+        """By one collective."""
+        axis, leave = self.group.in_axis, self.leaves[members[0]]
+        flats = [g.reshape(-1, g.shape[-1]) for g in map(self.waiting.pop, members)]
+        if len(flats) == 1 or axis is None or not self.cuts(axis, leave):
+            for member, own in zip(members, flats, strict=True):
+                self.gathered[member] = self.gather(own, axis, leave, "activation")
+        else:
+            ranks = self.group.grid.size(axis)
+            own = torch.cat([flat.reshape(-1) for flat in flats])
+            whole = own.new_empty(ranks, own.numel())
+            pending = self._all_gather(whole, own, axis, "activation")
+            for member, part, flat in zip(
+                members, whole.split([f.numel() for f in flats], dim=1), flats, strict=True
+            ):
+                self.gathered[member] = part.unflatten(1, flat.shape), pending
         if not self.group.overlap.backward:
-            self.gradients[member][1].wait()
+            for member in members:
+                self.gathered[member][1].wait()
 
     def gathered_gradient(self, member: int, own: Tensor) -> Tensor:
-        if member not in self.gradients:  # it is whole
-            self.gather_gradient(member, own)
-        gradient, pending = self.gradients.pop(member)
+        """[1, tokens, features], or [ranks, tokens, features of one] by features."""
+        if member not in self.gathered:  # it is whole, or a sibling's output was not used
+            self.waiting[member] = own
+            self._gather_gradients([m for m in self.waiting if self.leaves[m] == self.leaves[member]])
+        gradient, pending = self.gathered.pop(member)
         pending.wait()
+        if self.leaves[member] == "tokens":
+            gradient = gradient.reshape(1, -1, gradient.shape[-1])
         return gradient
 
     def blocks(self, weights: Sequence[Tensor], member: int) -> list[Tensor]:

@@ -5,8 +5,8 @@ O = I W^T as in `linear.py`, with the same block of W on each rank. There, I is 
 
     forward    all-gather I over out_axis
                O = I W^T on this rank's block          a part of a sum over in_axis
-               reduce-scatter O over in_axis, a chunk of it in flight while the next, or a sibling's, is multiplied
-    backward   all-gather dO over in_axis, each sibling's in flight from when it is known
+               reduce-scatter O over in_axis, a chunk of it in flight while the next is multiplied
+    backward   all-gather dO over in_axis, in flight from when it is known
                dI = dO W                               a part of a sum over out_axis
                reduce-scatter dI over out_axis, in flight while
                dW = dO^T I                             whole: no rank but this one holds the block
@@ -17,6 +17,8 @@ the next: tokens on x, features on y. An all-reduce is a reduce-scatter and an a
 Attention works on whole sequences of some heads. There the second cut, too, is one of features (``features``): what q, k
 and v leave is scattered by heads, and the output projection gathers heads. Where heads do not divide, what they leave
 is ``whole`` on each rank of the axis, all-reduced as in `linear.py`.
+
+Siblings cost one collective each time, as in `linear.py`.
 
 The gathered input is kept for dW, or, without ``Overlap.keep_inputs``, gathered a second time behind dI's matmul.
 """
@@ -50,21 +52,24 @@ class _ShardedLinear(torch.autograd.Function):
         if whole.numel() > own.numel():
             group.grid.collectives.turns.pass_on()
         pending.wait()
-        outputs = []
-        for member, leave in enumerate(call.leaves):
-            blocks = call.blocks(weights, member)
-            total, parts = call.output(whole, blocks, leave)
-            for chunk, memory, sources in call.chunks(total, parts, leave):
-                for rows, part in zip(sources, memory.chunk(len(sources), dim=1), strict=True):
-                    for out, i, piece in pieces(part, blocks, len(whole)):
+        outputs: dict[int, Tensor] = {}
+        for members in call.alike():
+            leave = call.leaves[members[0]]
+            blocks = {m: call.blocks(weights, m) for m in members}
+            widths = [sum(block.shape[0] for block in blocks[m]) for m in members]
+            kept, chunks = call.outputs(members, widths, whole)
+            for chunk in chunks:
+                for member, rows, memory in chunk.products:
+                    for out, i, piece in pieces(memory, blocks[member], len(whole)):
                         multiply(whole[i][rows], piece.t(), out, first=i == 0)
-                call.flight.outputs.append(call.reduce(chunk, memory, group.in_axis, leave))
-            leading = (*[1] * (input.ndim - 2), len(total)) if leave == "tokens" else call.batch
-            # `.data`: the collective writes into this memory after autograd has taken over the output.
-            outputs.append(total.view(*leading, total.shape[1]).data)
+                call.flight.outputs.append(call.reduce(chunk.own, chunk.parts, group.in_axis, leave))
+            for member, own_output in zip(members, kept, strict=True):
+                leading = (*[1] * (input.ndim - 2), len(own_output)) if leave == "tokens" else call.batch
+                # `.data`: the collective writes into this memory after autograd has taken over the output.
+                outputs[member] = own_output.view(*leading, own_output.shape[1]).data
         ctx.call, ctx.input_shape = call, input.shape
         ctx.save_for_backward(whole if group.overlap.keep_inputs else own, *weights)
-        return tuple(outputs)
+        return tuple(outputs[member] for member in range(len(outputs)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -113,18 +118,20 @@ class _ShardedLinear(torch.autograd.Function):
 class _GradientLeaves(torch.autograd.Function):
     """Stands behind a member, so before it in backward: there the gradient of its output starts to be gathered.
 
-    Until the members' own backward autograd does what else is ready: the gradients of the other members, and the other
-    half of an interleaved batch.
+    Until the members' own backward autograd does what else is ready: the other half of an interleaved batch.
     """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, call: Call, member: int) -> Tensor:
         ctx.call, ctx.member = call, member
+        if call.leaves[member] == "features" and len(call.leaves) > 1:
+            # Attention keeps v, and of q and k what it makes of them: v is not to keep the memory that they share.
+            return output.clone()
         return output.data  # and not a view, which a model's code could not change in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.call.gather_gradient(ctx.member, gradients[0])
+        ctx.call.add_gradient(ctx.member, gradients[0])
         return gradients[0], None, None
 
 

@@ -208,4 +208,5 @@ def stand_in_for_input(module: nn.Module, name: str, tokens: Tokens) -> None:
             return (whole, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": whole}
 
-    module.register_forward_pre_hook(show, with_kwargs=True)
+    # First: others read the shape of the batch from what they are given.
+    module.register_forward_pre_hook(show, with_kwargs=True, prepend=True)
