@@ -6,7 +6,7 @@ the loss of each step, every gradient of each step (as clipped), every parameter
 
     python -m benchmarks.parity --ranks 8
     python -m benchmarks.parity --ranks 8 --weights fsdp2   # or streamed
-    python -m benchmarks.parity --ranks 8 --activations token-sharded
+    python -m benchmarks.parity --ranks 8 --activations replicated   # by default cut by their tokens, too
     python -m benchmarks.parity --ranks 8 --break norm      # plants a fault: has to fail
 """
 
@@ -25,7 +25,7 @@ from torch import nn
 from fourfold.grid import Grid, factorisations
 from fourfold.parallel import loss, norm
 from fourfold.parallel.linear import Linear4D
-from fourfold.parallel.tokens import Activations
+from fourfold.parallel.tokens import ActivationsWanted
 from fourfold.parallel.weights import Weights
 from fourfold.ranks import RankPool
 from fourfold.selftest import (
@@ -69,7 +69,7 @@ def run_rank(
     kind: str,
     fault: str | None,
     weights: Weights = "auto",
-    activations: Activations = "replicated",
+    activations: ActivationsWanted = "auto",
 ) -> Errors:
     change = partial(planted, fault) if fault else None
     return train_on(Grid.create(shape, timeout_s=60), kind, change, weights=weights, activations=activations)
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8, choices=(2, 4, 8, 16))
     parser.add_argument("--models", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--weights", default="auto", choices=get_args(Weights))
-    parser.add_argument("--activations", default="replicated", choices=get_args(Activations))
+    parser.add_argument("--activations", default="auto", choices=get_args(ActivationsWanted))
     parser.add_argument("--quick", action="store_true", help="a few grids of 8 ranks instead of all")
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"

@@ -185,9 +185,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", choices=("counts", "sent", "step"))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sequences", type=int, default=4, help="the batch")
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--length", type=int, default=512)
     options = parser.parse_args(arguments)
     sizes = {name: getattr(options, name) for name in ("hidden", "layers", "sequences", "length")}
     wrong: list[str] = []

@@ -64,34 +64,62 @@ def prepare(grid: Grid, kind: str, changes: dict[str, Any] | None = None, **opti
     return model, ff.parallelize(model, grid, **options)
 
 
-def accumulate(shape: Shape, changes: dict[str, Any]) -> tuple[str, ...]:
-    """Two micro-batches of other lengths, both forwards before both backwards."""
+def accumulate(shape: Shape, kind: str, changes: dict[str, Any]) -> tuple[str, ...]:
+    """Two micro-batches of other sizes, both forwards before both backwards; three samples do not divide over y."""
     grid = Grid.create(shape)
-    model, report = prepare(grid, "llama", changes, activation_checkpointing="full")
-    stock = build("llama", **changes)
-    rows = grid.local_rows(4)
-    short, long = batch(4, 4), batch(4, 8, seed=3)
+    model, report = prepare(grid, kind, changes, activation_checkpointing="full")
+    stock = build(kind, **changes)
+    short, long = batch(4, 4), batch(3, 8, seed=3)
     losses = []
     for ids, labels in (short, long):
         stock(input_ids=ids, labels=labels, num_items_in_batch=20).loss.backward()
-        losses.append(model(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=20).loss)
+        losses.append(model(input_ids=ids, labels=labels, num_items_in_batch=20).loss)
     with ff.accumulating(model):
         losses[1].backward()
     # Streamed weights know one backward for each forward: the second one anew.
     ids, labels = short
-    model(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=20).loss.backward()
+    model(input_ids=ids, labels=labels, num_items_in_batch=20).loss.backward()
     assert_shards_close(local_gradients(model), gradients(stock), report, grid)
     return tuple(note for note in report.notes if "core" in note)
 
 
 def test_accumulated_gradients_and_batches_of_several_lengths(pool: RankPool) -> None:
-    assert pool.run(accumulate, 4, (1, 1, 2, 2), {})[0] == ()
-    # Six heads over four ranks: the core stays on x, and says so.
-    changes = {"num_attention_heads": 6, "hidden_size": 48}
-    notes = pool.run(accumulate, 4, (1, 1, 2, 2), changes)[0]
+    assert pool.run(accumulate, 4, (1, 1, 2, 2), "llama", {})[0] == ()
+
+
+SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])  # the second has norms of queries and keys
+def test_attention_is_cut_by_samples_where_heads_do_not_divide(pool: RankPool, kind: str) -> None:
+    notes = pool.run(accumulate, 4, (1, 1, 2, 2), kind, SIX_HEADS)[0]
     assert len(notes) == 1
+    assert "by samples" in notes[0]
     assert "x*y=4" in notes[0]
     assert "6 heads" in notes[0]
+
+
+def flops(shape: Shape, changes: dict[str, Any], sequences: int) -> tuple[int, int]:
+    """Of a step, on this rank and in one process."""
+    grid = Grid.create(shape)
+    ids, labels = batch(sequences, 8)
+    model, _ = prepare(grid, "llama", changes, overlap=ff.Overlap(interleave=False))
+    stock = build("llama", **changes)
+    found = []
+    for module in (model, stock):
+        module.config._attn_implementation = "eager"
+        with FlopCounterMode(display=False) as counter:
+            module(input_ids=ids, labels=labels).loss.backward()
+        found.append(counter.get_total_flops())
+    return found[0], found[1]
+
+
+def test_ranks_together_compute_as_much_as_one_process(pool: RankPool) -> None:
+    """By heads, and by samples; of three samples each y rank works on all."""
+    for changes, sequences, factor in (({}, 4, 1), (SIX_HEADS, 4, 1), (SIX_HEADS, 3, 2)):
+        counts = pool.run(flops, 4, (1, 1, 2, 2), changes, sequences)
+        attention = 2 * 12 * sequences * 8 * 8 * changes.get("hidden_size", 32)
+        assert sum(mine for mine, _ in counts) == counts[0][1] + (factor - 1) * attention
 
 
 def own_loss(shape: Shape) -> None:

@@ -45,7 +45,7 @@ from fourfold.parallel.clip import clip_grad_norm_
 from fourfold.parallel.optimizer import on_shards
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import ActivationCheckpointing, parallelize
-from fourfold.parallel.tokens import Activations
+from fourfold.parallel.tokens import ActivationsWanted
 from fourfold.parallel.weights import Weights
 
 LOSS_BAR = 1e-5  # relative
@@ -187,7 +187,7 @@ def train_on(
     change: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
     *,
     weights: Weights = "auto",
-    activations: Activations = "replicated",
+    activations: ActivationsWanted = "auto",
     activation_checkpointing: ActivationCheckpointing = "none",
     overlap: Overlap = OVERLAP,
 ) -> Errors:

@@ -281,6 +281,12 @@ class Linear4D(nn.Module):
             blocks.append(block)
         return blocks
 
+    def cuts_now(self) -> Cuts:
+        """How activations come and leave, for the batch that is in the model."""
+        assert self.cuts is not None
+        assert self.group.tokens is not None
+        return self.group.tokens.now(self.cuts)
+
     def check_input(self, input: Tensor) -> None:
         group = self.group
         parts = group.grid.size(group.in_axis)
@@ -300,8 +306,9 @@ class Linear4D(nn.Module):
         if self._dropout is not None:
             self._dropout.leave()
         output = self.group(self, input)
+        cuts = None if self.cuts is None else self.cuts_now()
         if self._biases:
-            biases = self.local("bias") if self.cuts is None else own_biases(self, self.cuts)
+            biases = self.local("bias") if cuts is None else own_biases(self, cuts)
             output = output + (biases[0] if len(biases) == 1 else torch.cat(biases))
         if self._shared_columns:
             own, shared = output.split(
@@ -309,10 +316,10 @@ class Linear4D(nn.Module):
             )
             shared = sum_backward(shared, self.group.grid.collectives, "x", "activation", self.name)
             output = torch.cat([own, shared], dim=-1)
-        if self.cuts is not None:
-            output = own_columns(self, self.cuts, output)
+        if cuts is not None:
+            output = own_columns(self, cuts, output)
         if self._dropout is not None:
-            cut_twice = self.cuts is not None and self.cuts.leave != "whole"
+            cut_twice = cuts is not None and cuts.leave != "whole"
             self._dropout.enter(self.group.out_axis, self.group.in_axis if cut_twice else None)
         return output
 

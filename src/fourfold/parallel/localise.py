@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from fourfold.parallel.weights import local_weight
 
 
 def show_local_parameters(
-    module: nn.Module, gradient_sum: Mapping[str, Sequence[Axis]], grid: Grid, inside: Inside
+    module: nn.Module, gradient_sum: Mapping[str, Iterable[Axis]], grid: Grid, inside: Inside
 ) -> None:
     """Let the model's own code read plain local tensors where the module's parameters are DTensors.
 
@@ -29,7 +29,7 @@ def show_local_parameters(
 
     cls = type(module)
 
-    def reader(key: str, axes: Sequence[Axis]) -> property:
+    def reader(key: str, axes: Iterable[Axis]) -> property:
         def read(self: nn.Module) -> Tensor | None:
             parameter = self._parameters[key]
             # Outside forward (FSDP2, the optimizer, a state dict) the parameter is what it is.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +74,7 @@ class Norm4D(nn.Module):
         grid: Grid,
         axis: Axis,
         *,
-        gradient_axes: Sequence[Axis] = (),
+        gradient_axes: Iterable[Axis] = (),
         tokens: Tokens | None = None,
     ) -> None:
         super().__init__()

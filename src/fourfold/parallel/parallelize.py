@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,12 @@ from fourfold.parallel.materialise import initialise_shards, load_shards
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout, seed_ranks
 from fourfold.parallel.recipe import Recipe
+from fourfold.parallel.refused import Refused
 from fourfold.parallel.report import Report, Row, describe
-from fourfold.parallel.roles import assign
+from fourfold.parallel.roles import Role, assign
 from fourfold.parallel.swap import swap_modules
-from fourfold.parallel.token_roles import cut_activations
-from fourfold.parallel.tokens import Activations
+from fourfold.parallel.token_roles import TokenRoles, cut_activations
+from fourfold.parallel.tokens import Activations, ActivationsWanted
 from fourfold.parallel.weights import Precision, Weights, choose_weights, is_streamed, shard_weights
 
 ActivationCheckpointing = Literal["none", "full"]
@@ -38,7 +39,7 @@ def parallelize(
     *,
     roles: Mapping[str, str] | None = None,
     precision: Precision = "fp32",
-    activations: Activations = "replicated",
+    activations: ActivationsWanted = "auto",
     activation_checkpointing: ActivationCheckpointing = "none",
     weights: Weights = "auto",
     overlap: Overlap | None = None,
@@ -50,9 +51,10 @@ def parallelize(
     ``model`` is an unmodified Hugging Face causal LM, or an `nn.Module` with ``roles``. Built on ``meta`` it never
     exists whole: each rank reads its shards from ``checkpoint`` (a folder of safetensors), or draws them, the same
     numbers on every grid, from ``seed`` by the model's own rules of initialisation. A model with real weights keeps
-    them. ``activations`` says whether what is not cut by its features is replicated over x and y, or cut by its tokens;
-    then the logits are those of this rank's tokens. ``weights`` says how they are kept on z and data: by ``fsdp2``, or ``streamed`` by Fourfold's own schedule;
-    ``overlap`` what hides behind computation. Make the optimizer afterwards: the model has other parameters then.
+    them. ``activations`` are cut over both x and y (``token-sharded``), or over one and replicated over the other
+    (``replicated``); ``auto`` is the first where the model's code allows it, and the report says why not where it does not.
+    With y > 1 and the first, the logits are those of this rank's tokens. ``weights`` says how they are kept on z and data: by
+    ``fsdp2``, or ``streamed`` by Fourfold's own schedule; ``overlap`` what hides behind computation. Make the optimizer afterwards: the model has other parameters then.
 
     Raises `Refused` where the grid would not give the numbers of one process.
 
@@ -100,7 +102,7 @@ def arrange(
     *,
     roles: Mapping[str, str] | None = None,
     precision: Precision = "fp32",
-    activations: Activations = "replicated",
+    activations: ActivationsWanted = "auto",
     activation_checkpointing: ActivationCheckpointing = "none",
     weights: Weights = "auto",
     overlap: Overlap | None = None,
@@ -118,8 +120,7 @@ def arrange(
 
     # 1. Which module plays which role.
     assigned = assign(model, grid, roles)
-    cut_tokens = activations == "token-sharded" and grid.x * grid.y > 1
-    token_roles = cut_activations(model, assigned, grid) if cut_tokens else None
+    token_roles, why_activations = _cut_by_tokens(model, assigned, grid, activations)
     tokens = token_roles.tokens if token_roles else None
     recipes = record_initialization(model, seed=seed) if seed is not None else {}
     dropout = Dropout(grid) if _uses_dropout(model) and grid.x * grid.y > 1 else None
@@ -179,15 +180,31 @@ def arrange(
             f"Overlap({', '.join(idle)}) has no effect with {weights} weights; use weights='streamed'"
         )
     notes.append(f"activation checkpointing: {activation_checkpointing}, {len(blocks)} blocks")
-    if activations == "token-sharded":
-        what = f"cut by their tokens over x={grid.x} and y={grid.y}, each rank with the logits of 1/{grid.y} of the tokens"
-        notes.append(f"activations: {what if tokens else 'nothing to cut by tokens on x = y = 1'}")
+    cut: Activations = "token-sharded" if tokens else "replicated"
+    notes.append(f"activations: {cut} ({why_activations})")
     halves = "take turns" if one_piece is None else f"do not take turns ({one_piece})"
     notes.append(f"interleaving: the halves of a batch {halves}")
     if dropout is not None:
         notes.append("dropout: equal where activations are replicated, independent where they are cut")
-    report = Report(model_name, grid, rows, tuple(notes), swapped.layouts, one_piece is None)
+    report = Report(model_name, grid, rows, tuple(notes), swapped.layouts, one_piece is None, cut)
     return report, recipes
+
+
+def _cut_by_tokens(
+    model: nn.Module, assigned: Sequence[Role], grid: Grid, activations: ActivationsWanted
+) -> tuple[TokenRoles | None, str]:
+    """What each module does where tokens are cut over x and y, or None; and why."""
+    if grid.x * grid.y == 1:
+        return None, "x = y = 1: nothing to cut"
+    if activations == "replicated":
+        return None, f"asked for: tokens are on each of x={grid.x} or of y={grid.y} ranks"
+    try:
+        roles = cut_activations(model, assigned, grid)
+    except Refused as refusal:
+        if activations == "token-sharded":
+            raise
+        return None, str(refusal)
+    return roles, f"tokens cut over x={grid.x} and y={grid.y}; each rank has the logits of 1/{grid.y} of them"
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -210,8 +227,10 @@ def _check_options(
 ) -> None:
     if precision not in ("fp32", "bf16"):
         raise ValueError(f"precision {precision!r} is not known; use 'fp32' or 'bf16'")
-    if activations not in get_args(Activations):
-        raise ValueError(f"activations {activations!r} is not known; use 'replicated' or 'token-sharded'")
+    if activations not in get_args(ActivationsWanted):
+        raise ValueError(
+            f"activations {activations!r} is not known; use 'auto', 'token-sharded' or 'replicated'"
+        )
     if activation_checkpointing not in ("none", "full"):
         raise ValueError(
             f"activation_checkpointing {activation_checkpointing!r} is not known; use 'none' or 'full'"

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fourfold.grid import Grid
 from fourfold.parallel.layout import Layout
+from fourfold.parallel.tokens import Activations
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Report:
     # Every parameter by its name in the parallel model, and where it comes from.
     layouts: Mapping[str, Layout] = field(repr=False)
     interleaved: bool = False  # the halves of a batch take turns
+    activations: Activations = "replicated"
 
     def local_parameters(self) -> int:
         """Numbers that this rank stores."""

@@ -41,6 +41,8 @@ class Call:
     transposed: bool
     # (sequences, length), the shape of all tokens.
     batch: tuple[int, ...]
+    # Does attention read what leaves, and are a rank's tokens whole samples?
+    by_samples: bool
     flight: InFlight = field(default_factory=InFlight)
     # Gradients of the members' outputs that wait for those of the others; and those on their way from the other ranks.
     waiting: dict[int, Tensor] = field(default_factory=dict)

@@ -65,6 +65,8 @@ class _ShardedLinear(torch.autograd.Function):
                 call.flight.outputs.append(call.reduce(chunk.own, chunk.parts, group.in_axis, leave))
             for member, own_output in zip(members, kept, strict=True):
                 leading = (*[1] * (input.ndim - 2), len(own_output)) if leave == "tokens" else call.batch
+                if leave == "tokens" and call.by_samples:
+                    leading = (len(own_output) // call.batch[1], call.batch[1])
                 # `.data`: the collective writes into this memory after autograd has taken over the output.
                 outputs[member] = own_output.view(*leading, own_output.shape[1]).data
         ctx.call, ctx.input_shape = call, input.shape
@@ -137,16 +139,19 @@ class _GradientLeaves(torch.autograd.Function):
 
 def sharded_linear(group: SiblingGroup, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
     """The outputs of ``members``, linears that read one input."""
-    cuts = [cast(Cuts, member.cuts) for member in members]
-    enter, tokens = cuts[0].enter, group.tokens
+    tokens = group.tokens
     assert tokens is not None
+    cuts = [member.cuts_now() for member in members]
+    enter = cuts[0].enter
     input = input.own if isinstance(input, StandIn) else _checked(group, input, enter, members[0].name)
     for member in members:
         member.check_input(input)
     weights = [member.local("weight") for member in members]
     ends = list(itertools.accumulate(len(w) for w in weights))
     spans = [slice(end - len(w), end) for end, w in zip(ends, weights, strict=True)]
-    call = Call(group, enter, [c.leave for c in cuts], spans, members[0].transposed, tokens.shape)
+    leaves = [c.leave for c in cuts]
+    by_samples = cuts[0].by_samples and group.in_axis == "y"
+    call = Call(group, enter, leaves, spans, members[0].transposed, tokens.shape, by_samples)
     collectives = group.grid.collectives
     if group.grid.size(group.out_axis) > 1:
         input = await_gradient(input, call.flight, collectives)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -92,7 +93,10 @@ class _Swap:
         self._heads(roles)
         if self.token_roles is not None:
             for name in sorted(self.token_roles.attention):
-                stand_in_for_input(self.model.get_submodule(name), name, self.token_roles.tokens)
+                by_samples = name in self.token_roles.by_samples
+                stand_in_for_input(
+                    self.model.get_submodule(name), name, self.token_roles.tokens, by_samples=by_samples
+                )
             self.out.notes += self.token_roles.notes
         for name, module in self.model.named_modules():
             if self.grid.y > 1 and any(matches(pattern, name) for pattern in self.family.cut_outputs):
@@ -205,7 +209,7 @@ class _Swap:
             tokens=self.tokens if outside else None,
         )
 
-    def _gradient_axes(self, role: Role) -> tuple[Axis, ...]:
+    def _gradient_axes(self, role: Role) -> Iterable[Axis]:
         """Over which axes the ranks' gradients of a parameter are parts of a sum."""
         if self.token_roles is not None:
             return self.token_roles.gradient_axes[role.name]
@@ -213,7 +217,7 @@ class _Swap:
 
     def _keep(self, role: Role, module: nn.Module, keys: list[str]) -> None:
         """The module stays what it is and sees its rank's part of these parameters."""
-        summed: dict[str, tuple[Axis, ...]] = {}
+        summed: dict[str, Iterable[Axis]] = {}
         prefix = role.name if self._find(role.name)[1] is None else role.name.rpartition(".")[0]
         for key in keys:
             source = module._parameters[key]

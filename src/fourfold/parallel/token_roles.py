@@ -1,14 +1,14 @@
 """What each module does where activations are cut over both tensor axes, and what stands in the way of it.
 
 Outside attention all work between linears is done token by token, so that a linear may leave any part of the tokens on
-a rank. Attention needs whole sequences; it works on 1/(x*y) of the heads, or, where those do not divide, on 1/x of them,
-the same on each y rank, with a line in the report.
+a rank. Attention needs whole sequences; it works on 1/(x*y) of the heads, or, where those do not divide, on 1/x of the heads
+and 1/y of the samples; and where these do not divide either, on all of them on each y rank. The report says which.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -16,8 +16,8 @@ from torch import nn
 from fourfold.grid import Axis, Grid
 from fourfold.parallel.anatomy import Anatomy, linear_shape
 from fourfold.parallel.refused import Refused
-from fourfold.parallel.roles import SEPARATE_KV, Role
-from fourfold.parallel.tokens import Cuts, Tokens
+from fourfold.parallel.roles import SEPARATE_KV, Role, family_of
+from fourfold.parallel.tokens import Cuts, SummedBySamples, Tokens
 
 _NOT_BY_TOKENS = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
 
@@ -30,9 +30,11 @@ class TokenRoles:
     # Linears by name.
     cuts: dict[str, Cuts] = field(default_factory=dict)
     # Over which axes the gradient of a parameter is a sum of the ranks' parts, by the module or parameter of its role.
-    gradient_axes: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
+    gradient_axes: dict[str, Iterable[Axis]] = field(default_factory=dict)
     # Attention modules whose heads are cut over y as well.
     by_heads: set[str] = field(default_factory=set)
+    # And those whose samples are, in a batch where they divide.
+    by_samples: set[str] = field(default_factory=set)
     attention: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
@@ -51,6 +53,12 @@ def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Toke
         raise Refused(
             f"{name} has an encoder and a decoder, with other tokens each, and they are cut over x={grid.x} and y={grid.y} "
             "for one batch of tokens only; use activations='replicated'"
+        )
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    if not any(r.word == "norm" and not any(r.name.startswith(f"{n}.") for n in lists) for r in roles):
+        raise Refused(
+            f"{name} has no norm behind its last block, at which tokens that are cut over x={grid.x} and y={grid.y} would get their "
+            "places in the batch back; use activations='replicated'"
         )
     for role in roles:
         if role.word in _NOT_BY_TOKENS:
@@ -74,14 +82,24 @@ def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Toke
             out.by_heads.add(parent)
         else:
             whole[why] = whole.get(why, 0) + 1
+    # Arguments with a part for each head, such as slopes, have one for each sample and head.
+    samples_too = not family_of(model).head_arguments
+    if samples_too:
+        out.by_samples = out.attention - out.by_heads
+    cut = (
+        f"over y={grid.y} by samples, where those divide"
+        if samples_too
+        else f"on each of the {grid.y} y ranks"
+    )
     out.notes += [
-        f"attention's core is computed on each of the {grid.y} y ranks: {why} ({count} modules)"
-        for why, count in whole.items()
+        f"attention's core is computed {cut}: {why} ({count} modules)" for why, count in whole.items()
     ]
     for role in roles:
         if role.in_axis is not None:
             out.cuts[role.name] = _cuts(role, anatomy, out, grid)
-        out.gradient_axes[role.name] = tuple(a for a in _gradient_axes(role, out) if grid.size(a) > 1)
+        axes = tuple(a for a in _gradient_axes(role, out) if grid.size(a) > 1)
+        by_samples = _inside(role, out.by_samples) and role.in_axis is None
+        out.gradient_axes[role.name] = SummedBySamples(axes, out.tokens) if by_samples else axes
     return out
 
 
@@ -127,9 +145,9 @@ def _cuts(role: Role, anatomy: Anatomy, out: TokenRoles, grid: Grid) -> Cuts:
         return Cuts("tokens", "tokens")
     by_heads = parent in out.by_heads
     if role.out_axis == "y":
-        return Cuts("features" if by_heads else "whole", "tokens")
+        return Cuts("features" if by_heads else "whole", "tokens", by_samples=parent in out.by_samples)
     if not by_heads:
-        return Cuts("tokens", "whole")
+        return Cuts("tokens", "whole", by_samples=parent in out.by_samples)
     heads, kv_heads = anatomy.heads(role.name)
     assert heads
     kv_heads = kv_heads or heads
@@ -144,9 +162,7 @@ def _cuts(role: Role, anatomy: Anatomy, out: TokenRoles, grid: Grid) -> Cuts:
 
 def _gradient_axes(role: Role, out: TokenRoles) -> tuple[Axis, ...]:
     """Over which axes other ranks use the same numbers of a parameter, for other tokens or heads."""
-    parent = role.name.rpartition(".")[0]
-    in_attention = any(parent == a or parent.startswith(f"{a}.") for a in out.attention)
-    by_heads = any(parent == a or parent.startswith(f"{a}.") for a in out.by_heads)
+    in_attention, by_heads = _inside(role, out.attention), _inside(role, out.by_heads)
     match role.word:
         case "norm" | "features" | "embedding_colwise":
             return ("x",)
@@ -155,6 +171,11 @@ def _gradient_axes(role: Role, out: TokenRoles) -> tuple[Axis, ...]:
         case "replicated_with_grad_allreduce":
             return ("x",) if in_attention and not by_heads else ("x", "y")
     return ()
+
+
+def _inside(role: Role, modules: set[str]) -> bool:
+    parent = role.name.rpartition(".")[0]
+    return any(parent == name or parent.startswith(f"{name}.") for name in modules)
 
 
 def head_parts(name: str, roles: TokenRoles | None, grid: Grid) -> tuple[int, int]:

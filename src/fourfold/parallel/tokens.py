@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -26,7 +26,9 @@ from fourfold.grid import Axis, Grid
 from fourfold.parallel.collectives import Collectives
 from fourfold.parallel.refused import Refused
 
+# How they are cut; and what is asked for: "auto" cuts them by their tokens too, where the model's code allows it.
 Activations = Literal["replicated", "token-sharded"]
+ActivationsWanted = Literal["auto", "replicated", "token-sharded"]
 
 
 # What the second axis cuts of an activation; the first one cuts its features.
@@ -42,6 +44,8 @@ class Cuts:
     # Key/value heads of which several ranks of ``in_axis`` use one: the columns that this rank uses of a whole output.
     used_columns: slice | None = None
     kv_heads: int = 0
+    # Of an attention that works on the samples of its y rank, if those divide, and else on all, on each of them.
+    by_samples: bool = False
 
 
 class Tokens:
@@ -79,6 +83,15 @@ class Tokens:
             )
         return shape
 
+    @property
+    def by_samples(self) -> bool:
+        """Does each y rank have whole sequences, so that attention can work on them?"""
+        return self.shape[0] % self.grid.y == 0
+
+    def now(self, cuts: Cuts) -> Cuts:
+        """How a linear cuts this batch."""
+        return replace(cuts, enter="tokens", leave="tokens") if cuts.by_samples and self.by_samples else cuts
+
     @contextmanager
     def of(self, shape: tuple[int, ...] | None) -> Iterator[None]:
         """A forward begins, of a batch that is not known yet; or a block computes again for an earlier one."""
@@ -114,6 +127,18 @@ class Tokens:
             return own if own.shape[:-1] == self.shape else own.view(*self.shape, own.shape[-1])
         first = self.grid.coordinate("x") * self.count("x")
         return cast(Tensor, _Placed.apply(own, (*self.shape, own.shape[-1]), first))  # type: ignore[no-untyped-call]
+
+
+class SummedBySamples:
+    """Axes over which a parameter's gradient is a sum: these, and y for a batch whose samples attention cuts over it."""
+
+    def __init__(self, axes: tuple[Axis, ...], tokens: Tokens) -> None:
+        self._axes, self._tokens = axes, tokens
+
+    def __iter__(self) -> Iterator[Axis]:
+        yield from self._axes
+        if self._tokens.by_samples:
+            yield "y"
 
 
 class _Placed(torch.autograd.Function):
@@ -193,8 +218,11 @@ class StandIn(Tensor):
         return f"StandIn({tuple(self.shape)} of {self.module})"
 
 
-def stand_in_for_input(module: nn.Module, name: str, tokens: Tokens) -> None:
-    """Let a module see the whole shape of its input, the hidden states, where it gets its rank's own tokens."""
+def stand_in_for_input(module: nn.Module, name: str, tokens: Tokens, *, by_samples: bool) -> None:
+    """Let an attention see the whole shape of its input, the hidden states, where it gets its rank's own tokens.
+
+    With ``by_samples`` that of its y rank's samples, if those divide, and these samples' masks and positions alone.
+    """
 
     def show(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = args[0] if args else kwargs.get("hidden_states")
@@ -203,10 +231,43 @@ def stand_in_for_input(module: nn.Module, name: str, tokens: Tokens) -> None:
                 f"{name} is called without hidden_states, so which of its arguments is cut by its tokens is not known; use "
                 "activations='replicated'"
             )
-        whole = StandIn(tokens.own(own, name), (*tokens.shape, own.shape[-1]), name)
+        samples, length = tokens.shape
+        others = dict(kwargs)
+        if by_samples and tokens.by_samples:
+            for key, value in kwargs.items():
+                others[key] = _own_samples(value, key, name, tokens)
+            for place, value in enumerate(args[1:], 1):
+                _refuse_samples(value, f"argument {place}", name, samples)
+            samples //= tokens.grid.y
+        whole = StandIn(tokens.own(own, name), (samples, length, own.shape[-1]), name)
         if args:
-            return (whole, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": whole}
+            return (whole, *args[1:]), others
+        return args, {**others, "hidden_states": whole}
 
     # First: others read the shape of the batch from what they are given.
     module.register_forward_pre_hook(show, with_kwargs=True, prepend=True)
+
+
+_BY_SAMPLES = ("attention_mask", "position_embeddings", "position_ids")
+
+
+def _own_samples(value: Any, key: str, name: str, tokens: Tokens) -> Any:
+    """An argument of attention for the samples of this y rank."""
+    if isinstance(value, tuple):
+        return tuple(_own_samples(v, key, name, tokens) for v in value)
+    if key == "hidden_states" or not isinstance(value, Tensor):
+        return value
+    if key not in _BY_SAMPLES:
+        _refuse_samples(value, key, name, tokens.shape[0])
+        return value
+    # One for all samples, or one for each.
+    cut = value.ndim > 1 and value.shape[0] == tokens.shape[0]
+    return value.chunk(tokens.grid.y)[tokens.grid.coordinate("y")] if cut else value
+
+
+def _refuse_samples(value: Any, key: str, name: str, samples: int) -> None:
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == samples:
+        raise Refused(
+            f"{name} is to work on some of the {samples} samples, and whether its {key} of shape {tuple(value.shape)} has a part "
+            "for each of them is not known; use activations='replicated'"
+        )
