@@ -59,6 +59,13 @@ def test_each_rank_sends_the_bytes_of_the_formulas(pool, kind, shape, weights):
         assert traffic.check(kind, shape, weights, forward, backward) == []
 
 
+@pytest.mark.parametrize(("kind", "shape"), [("llama", (1, 1, 4, 2)), ("gpt2", (1, 2, 2, 2))])
+def test_token_sharded_activations_send_the_same_bytes(pool, kind, shape):
+    options = (kind, shape, "streamed", "token-sharded")
+    for forward, backward in pool.run(traffic.count_rank, 8, *options):
+        assert traffic.check(kind, shape, "streamed", forward, backward, "token-sharded") == []
+
+
 def test_bytes_that_are_not_in_the_formulas_are_noticed(pool):
     forward, backward = pool.run(traffic.count_rank, 8, "llama", (1, 2, 2, 2), "fsdp2")[0]
     assert traffic.check("llama", (1, 2, 2, 2), "fsdp2", forward, backward[1:]) != []
