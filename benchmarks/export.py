@@ -112,9 +112,10 @@ def outcome(model: nn.Module, report: Report) -> Outcome:
         pieces.append((layout.hf_name, layout.hf_shape, layout.in_hf(layout.shard(grid)), local))
     rows = grid.local_rows(SEQUENCES)
     model.eval()
+    ids = tokens(99)[rows]
     with torch.no_grad():
-        logits = model(input_ids=tokens(99)[rows]).logits
-    return Outcome(pieces, rows, ff.full_logits(logits, grid, vocab_size=VOCABULARY))
+        logits = model(input_ids=ids).logits
+    return Outcome(pieces, rows, ff.full_logits(logits, grid, vocab_size=VOCABULARY, batch=ids.shape))
 
 
 def train_and_save(pretrained: Path, run: Path) -> Outcome:

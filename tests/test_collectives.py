@@ -87,7 +87,7 @@ def gather_logits(vocabulary: int) -> Any:
     grid = Grid.create(SHAPE)
     whole = torch.arange(2.0).view(2, 1) * 100 + torch.arange(vocabulary)
     columns = chunk(vocabulary, grid.x, grid.coordinate("x"))
-    return fourfold.full_logits(whole[:, columns], grid, vocab_size=vocabulary).tolist()
+    return fourfold.full_logits(whole[:, columns], grid, vocab_size=vocabulary, batch=(2,)).tolist()
 
 
 @pytest.mark.parametrize("vocabulary", [8, 11, 5, 3])

@@ -116,7 +116,7 @@ def packed(folder: Path, kind: str, shape: Shape, **options: object) -> float:
     ff.parallelize(model, grid, **options)
     mixture = open_mixture([(folder, 1.0)], length=24, seed=0)
     batch = Loader(mixture, grid, global_batch=2).read(0)
-    check_documents_stay_apart(model, rows=len(batch.labels), vocab_size=VOCABULARY, device=grid.device)
+    check_documents_stay_apart(model, grid, rows=len(batch.labels), vocab_size=VOCABULARY)
     assert model.training
     return model(**batch.inputs).loss.item()
 
@@ -152,12 +152,15 @@ def test_documents_that_see_each_other_would_be_noticed(tmp_path: Path, fault: s
     assert loss != pytest.approx(one_by_one("llama"), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_model_that_lets_documents_see_each_other_is_refused(kind: str) -> None:
-    model = build(kind)
-    sizes = {"rows": 2, "vocab_size": VOCABULARY, "device": torch.device("cpu")}
+def refuse(kind: str) -> None:
+    model, grid = build(kind), Grid.create((1, 1, 1, 1))
     model.config.use_cache = False
-    check_documents_stay_apart(model, **sizes)
+    check_documents_stay_apart(model, grid, rows=2, vocab_size=VOCABULARY)
     model.config.use_cache = True
     with pytest.raises(ValueError, match=r"see each other .* 2 rows at a time.*use_cache=False"):
-        check_documents_stay_apart(model, **sizes)
+        check_documents_stay_apart(model, grid, rows=2, vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_that_lets_documents_see_each_other_is_refused(pool: RankPool, kind: str) -> None:
+    pool.run(refuse, 1, kind)

@@ -78,7 +78,13 @@ def draw_masks(
     ids = batch(1)[0].expand(2, -1)
     grid = Grid.create(shape)
     ff.parallelize(
-        model, grid, activation_checkpointing=checkpointing, seed=3, weights=weights, overlap=OVERLAP
+        model,
+        grid,
+        activations="replicated",
+        activation_checkpointing=checkpointing,
+        seed=3,
+        weights=weights,
+        overlap=OVERLAP,
     )
     return [masked_step(model, ids, kind) for _ in range(2)]
 

@@ -69,7 +69,7 @@ def flights_of_a_step(shape: Shape, interleave: bool) -> list[tuple[str, str, in
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (1, 1, 2, 1)])
-def test_an_all_reduce_is_in_flight_while_the_other_half_works(shape: Shape, pool: RankPool) -> None:
+def test_a_collective_is_in_flight_while_the_other_half_works(shape: Shape, pool: RankPool) -> None:
     """From the start of one to the wait for it, the other half has come to its own next one; in backward as well."""
     for interleave in (True, False):
         ranks = pool.run(flights_of_a_step, 2, shape, interleave)
@@ -77,8 +77,10 @@ def test_an_all_reduce_is_in_flight_while_the_other_half_works(shape: Shape, poo
         assert modules[0] == modules[1]  # one order on all ranks, or they would sum different things
         for flights in ranks:
             covered = [waited > flights[i + 1][2] for i, (_, _, _, waited) in enumerate(flights[:-1])]
-            # The last of forward has nobody beside it: the other half's is done, and backward has not begun.
-            assert covered.count(False) == (1 if interleave else len(covered))
+            # The last of forward has nobody beside it: the other half's is done, and backward has not begun. Nor has what the
+            # embedding gathers over x at the end of backward.
+            alone = 1 + (shape[3] > 1)
+            assert covered.count(False) == (alone if interleave else len(covered))
 
 
 def failing_steps() -> list[str]:

@@ -386,7 +386,7 @@ def losses(shape: Shape, vocabulary: int) -> None:
         assert local.grad.dtype == dtype
         largest = float(gradient.abs().max())
         torch.testing.assert_close(local.grad.double(), part, rtol=bar, atol=bar * largest)
-        whole = ff.full_logits(local, grid, vocab_size=vocabulary)
+        whole = ff.full_logits(local, grid, vocab_size=vocabulary, batch=local.shape[:-1])
         torch.testing.assert_close(whole, logits[rows], rtol=0.0, atol=0.0)
 
     nothing = torch.full((4, 6), -100)[rows]
@@ -422,7 +422,7 @@ def model_losses(shape: Shape) -> None:
         expected = stock(input_ids=ids, **options)
         found = model(input_ids=ids[rows], **local)
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0.0)
-    logits = ff.full_logits(found.logits, grid, vocab_size=VOCABULARY)
+    logits = ff.full_logits(found.logits, grid, vocab_size=VOCABULARY, batch=ids[rows].shape)
     torch.testing.assert_close(logits, expected.logits[rows], rtol=1e-4, atol=1e-5)
     # A loss of one's own, from the logits that the model gives.
     own = ff.cross_entropy(found.logits, shifted[rows], grid, vocab_size=VOCABULARY)
@@ -473,7 +473,7 @@ def vocabulary_not_told(shape: Shape) -> tuple[float, float]:
     grid = Grid.create(shape)
     logits, labels = random(2, 3, 63), torch.randint(63, (2, 3), generator=torch.Generator().manual_seed(1))
     own = logits.chunk(grid.x, dim=-1)[grid.coordinate("x")]  # 32 columns and 31
-    gathered = ff.full_logits(own, grid)
+    gathered = ff.full_logits(own, grid, batch=labels.shape)
     assert torch.equal(gathered, logits)
     right = nn.functional.cross_entropy(logits.view(-1, 63), labels.view(-1))
     return float(ff.cross_entropy(own, labels, grid)), float(right)

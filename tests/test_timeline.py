@@ -41,7 +41,7 @@ def test_every_collective_and_every_wait_is_in_the_trace(pool: RankPool, tmp_pat
         assert all(e["ts"] <= ends[e["id"]]["ts"] for e in starts)
         names = {e["name"] for e in starts}
         assert "z all_gather model.layers.1.mlp.down_proj.weight" in names
-        assert "x all_reduce model.layers.0.self_attn.q_proj+k_proj+v_proj" in names
+        assert "x all_gather model.layers.0.self_attn.q_proj+k_proj+v_proj" in names
         assert "z reduce_scatter lm_head.weight" in names
         # The profiler's operators are on the same clock: the step's first and last surround ours.
         operators = [e for e in events if e.get("cat") == "cpu_op"]

@@ -24,6 +24,7 @@ from tests.models import (
 
 Shape = tuple[int, int, int, int]
 AGAIN = ff.Overlap(bundle_bytes=1024, keep_inputs=False)
+CHUNKS = ff.Overlap(bundle_bytes=1024, forward_chunks=3)
 
 
 # -- exactness ------------------------------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ def train(shape: Shape, kind: str, options: dict[str, Any]) -> Errors:
 @pytest.mark.parametrize(
     ("kind", "shape", "options"),
     [
-        ("llama", (1, 1, 2, 2), {"weights": "fsdp2"}),
+        ("llama", (1, 1, 2, 2), {"weights": "fsdp2", "overlap": CHUNKS}),
         ("llama", (1, 1, 2, 4), {"weights": "streamed"}),  # two y ranks use one key/value head
         ("llama", (1, 1, 4, 2), {"weights": "fsdp2", "activation_checkpointing": "full"}),
         (
@@ -45,7 +46,7 @@ def train(shape: Shape, kind: str, options: dict[str, Any]) -> Errors:
             {"weights": "streamed", "overlap": AGAIN, "activation_checkpointing": "full"},
         ),
         ("qwen3", (1, 1, 2, 2), {"weights": "streamed", "overlap": AGAIN}),
-        ("gpt2", (1, 1, 2, 4), {"weights": "streamed"}),
+        ("gpt2", (1, 1, 2, 4), {"weights": "streamed", "overlap": CHUNKS}),
         ("gpt2", (1, 2, 2, 1), {"weights": "fsdp2", "overlap": AGAIN}),
         ("gemma2", (1, 1, 2, 2), {"weights": "streamed", "overlap": ff.Overlap.none()}),
     ],

@@ -85,7 +85,7 @@ def accumulate(model: nn.Module) -> None:
 def images(shape: tuple[int, int, int, int], *, pixels: bool) -> None:
     model, grid = with_images(), Grid.create(shape)
     ff.parallelize(model, grid)
-    ids = torch.full((1, 6), 5)
+    ids = torch.full((1, 8), 5)
     ids[0, :4] = 3 if pixels else 5
     model(ids, **({"pixel_values": torch.zeros(1, 3, 8, 8)} if pixels else {}))
 
@@ -359,12 +359,21 @@ WRONG: dict[str, Wrong] = {
     # -- the loss
     "labels": Wrong(
         partial(loss_of, (2, 6, 16), (2, 5)),
-        (r"^labels of shape \(2, 5\)", r"logits of shape \(2, 6, 16\)", "one label for each position"),
+        (
+            r"^labels of shape \(2, 5\)",
+            r"logits of shape \(2, 6, 16\)",
+            "one label for each position of the batch",
+        ),
         partial(loss_of, (2, 6, 16), (2, 6)),
     ),
     "labels given to the model": Wrong(
         partial(labels_through_model, 5),
-        (r"^labels of shape \(2, 5\)", r"logits of shape \(2, 6, 16\)", "one label for each position"),
+        (
+            r"^labels of shape \(2, 5\)",
+            r"logits of shape \(1, 6, 16\)",
+            "one label for each position of the batch",
+            r"1/2 of the tokens",
+        ),
         partial(labels_through_model, 6),
     ),
     "gathered logits": Wrong(

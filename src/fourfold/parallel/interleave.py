@@ -86,8 +86,7 @@ def interleave(
 ) -> None:
     """Let ``model`` compute the two halves of its batch in turns.
 
-    The first forward, in which it shows who are siblings, and whatever cannot be halved by its rows (one sequence, an
-    unknown argument) go through in one piece. ``count`` tells how many labels of the global batch count, of labels and
+    What cannot be halved by its rows (one sequence, an unknown argument) goes through in one piece. ``count`` tells how many labels of the global batch count, of labels and
     labels that are shifted already. Where ``tokens`` are cut, halves that cannot be cut alike go in one piece as well.
     """
     inner = model.forward
@@ -95,10 +94,14 @@ def interleave(
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        settled = all(group.settled for group in groups)
-        halves = _halve(names, args, kwargs, count) if settled else None
-        if halves is None or not _cut_alike(halves, tokens):
+        halves = _halve(names, args, kwargs, count)
+        if halves is None or not _cut_alike(halves, tokens) or torch.is_inference_mode_enabled():
             return inner(*args, **kwargs)
+        if not all(group.settled for group in groups):
+            # Who are siblings shows in a forward of one piece. It is one more, so that all steps are in halves: a run that goes
+            # on in a new process has the numbers of one that was never interrupted.
+            with torch.no_grad():
+                inner(**halves[0])
         return _join(lanes.run([functools.partial(inner, **half) for half in halves]))
 
     model.forward = forward

@@ -6,6 +6,7 @@ Only two vectors of one number a token go over x: the maximum, then the sum of e
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -100,15 +101,17 @@ def cross_entropy(
     """
     labels_of_all, labels = labels, _own_labels(logits, labels, grid)
     if logits.shape[:-1] != labels.shape:
+        cut = f", which may be those of 1/{grid.y} of the tokens" if grid.y > 1 else ""
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: "
-            "give one label for each position"
+            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}{cut}: give one label for "
+            "each position of the batch"
         )
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     first, vocabulary = _columns(logits, grid, vocab_size)
+    # On all ranks alike: one that refuses alone would leave the others waiting.
+    check_range(labels_of_all.to(logits.device), vocabulary, "a label", ignore_index)
     labels = labels.to(logits.device)
-    check_range(labels, vocabulary, "a label", ignore_index)
     if num_items is None:
         num_items = count_labels(labels_of_all, grid, ignore_index=ignore_index)
     arguments = (logits, labels, first, ignore_index, z_loss, grid)
@@ -266,16 +269,22 @@ def guard_loss(model: torch.nn.Module, grid: Grid, vocab_size: int | None) -> Lo
 
 
 def full_logits(
-    logits: Tensor, grid: Grid, *, vocab_size: int | None = None, batch: tuple[int, int] | None = None
+    logits: Tensor, grid: Grid, *, vocab_size: int | None = None, batch: Sequence[int] | None = None
 ) -> Tensor:
     """All columns of the vocabulary on every x rank, for evaluation; gradients do not flow through.
 
-    Of token-sharded activations a y rank has 1/y of the tokens: all of them come for a ``batch`` of (sequences, length).
+    Of token-sharded activations a y rank has 1/y of the tokens; with y > 1 the ``batch``, (sequences, length), says how many
+    there are.
 
     Example:
-        >>> full_logits(model(input_ids=ids).logits, grid, vocab_size=131).shape[-1]
+        >>> full_logits(model(input_ids=ids).logits, grid, vocab_size=131, batch=ids.shape).shape[-1]
         131
     """
+    if grid.y > 1 and batch is None:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} on y={grid.y} ranks may be those of a part of the tokens; pass "
+            "batch=ids.shape, of the ids that this rank gave to the model"
+        )
     vocabulary = vocab_size or int(_widths(logits, grid).sum())
     widest = chunk(vocabulary, grid.x, 0).stop
     padded = logits.new_zeros(*logits.shape[:-1], widest)
@@ -283,7 +292,7 @@ def full_logits(
     gathered = padded.new_empty(grid.x, *padded.shape)
     grid.collectives.all_gather(gathered, padded, "x", "logits").wait()
     own = torch.cat(gathered.unbind(0), dim=-1)[..., :vocabulary]
-    if batch is None or own.shape[:-1] == batch:
+    if batch is None or own.shape[:-1] == tuple(batch):
         return own
     if own.ndim != 3 or own.shape[:-1].numel() * grid.y != batch[0] * batch[1]:
         raise ValueError(

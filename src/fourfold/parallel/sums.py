@@ -102,8 +102,8 @@ class _SumBackward(torch.autograd.Function):
 
 
 def _takes_turns(purpose: Purpose) -> bool:
-    """A norm's statistics are so few bytes that waiting for them is cheaper than a change of lanes."""
-    return purpose != "norm"
+    """A norm's statistics, and gradients of vectors, are so few bytes that waiting for them is cheaper than a change of lanes."""
+    return purpose not in ("norm", "replica")
 
 
 def sum_forward(

@@ -85,9 +85,9 @@ class Trainer:
         self.model, self.report = build_model(run.model, run.engine, grid, run.seed)
         check_documents_stay_apart(
             self.model,
+            grid,
             rows=self.rows_at_a_time,
             vocab_size=int(self.model.config.vocab_size),  # type: ignore[union-attr,arg-type]
-            device=grid.device,
         )
         self.optimizer = build_optimizer(self.model, run.optimizer, self.report)
         self.training = Training(

@@ -9,13 +9,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fourfold.grid import Grid
+from fourfold.parallel.loss import full_logits
 from fourfold.parallel.weights import evaluating
 
 DOCUMENT_TOKENS = 8
 TOLERANCE = 1e-4  # of the largest logit; what is masked adds exact zeros, a leak changes logits by percents
 
 
-def check_documents_stay_apart(model: nn.Module, *, rows: int, vocab_size: int, device: torch.device) -> None:
+def check_documents_stay_apart(model: nn.Module, grid: Grid, *, rows: int, vocab_size: int) -> None:
     """Refuse a model whose logits of one document depend on the one before it in the row.
 
     ``rows``: those that the model is given at a time. Two small forwards; on a cut model all ranks have to call it.
@@ -24,14 +26,15 @@ def check_documents_stay_apart(model: nn.Module, *, rows: int, vocab_size: int, 
     ids = torch.randint(vocab_size, (rows, 2 * DOCUMENT_TOKENS), generator=drawn)
     other = ids.clone()
     other[:, :DOCUMENT_TOKENS] = (ids[:, :DOCUMENT_TOKENS] + vocab_size // 2) % vocab_size
-    positions = torch.arange(DOCUMENT_TOKENS, device=device).repeat(rows, 2)
+    positions = torch.arange(DOCUMENT_TOKENS, device=grid.device).repeat(rows, 2)
+    found = []
     with evaluating(model):
-        logits, changed = (
-            model(input_ids=given.to(device), position_ids=positions).logits[:, DOCUMENT_TOKENS:].float()
-            for given in (ids, other)
-        )
-    # A rank may hold no column of a small vocabulary.
-    if logits.numel() and (logits - changed).abs().max() > TOLERANCE * logits.abs().max():
+        for given in (ids, other):
+            own = model(input_ids=given.to(grid.device), position_ids=positions).logits
+            whole = full_logits(own, grid, vocab_size=vocab_size, batch=ids.shape)
+            found.append(whole[:, DOCUMENT_TOKENS:].float())
+    logits, changed = found
+    if (logits - changed).abs().max() > TOLERANCE * logits.abs().max():
         attention = getattr(getattr(model, "config", None), "_attn_implementation", "unknown")
         raise ValueError(
             f"{type(model).__name__} lets documents that share a row see each other (attention {attention!r}, {rows} "
