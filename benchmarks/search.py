@@ -1,8 +1,9 @@
 """How fast is the search, what does it choose where others have published their choice, and when does y pay?
 
 Layouts per second on one core, over the largest case. Then six well-known cases: the plan's best beside the published
-layout and figure. Then the cases at the limit of strong scaling, where the second tensor axis may earn its place: the best
-layout against the best with y = 1, by the whole predicted step.
+layout and figure, with replicated activations alone and with token-sharded ones offered as well. Then the cases at the limit
+of strong scaling, where the second tensor axis may earn its place: the best layout against the best with y = 1, by the whole
+predicted step, the same both ways.
 
     python -m benchmarks.search
     python -m benchmarks.search --markdown    # the tables as they are in docs/planner.md
@@ -20,12 +21,14 @@ from dataclasses import dataclass
 
 from benchmarks.published_rows import gpt
 from fourfold.planner.cluster import Cluster, preset
-from fourfold.planner.layout import FOURFOLD
+from fourfold.planner.layout import Activations
 from fourfold.planner.search import Plan, search
 from fourfold.planner.step_cost import Estimate
 from fourfold.planner.workload import Workload
 
 LAYOUTS_PER_S_BAR = 5000
+REPLICATED: tuple[Activations, ...] = ("replicated",)
+BOTH: tuple[Activations, ...] = ("replicated", "token-sharded")
 
 LLAMA_8B = Workload("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256)
 LLAMA_70B = Workload("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256)
@@ -56,8 +59,9 @@ class Case:
     def title(self) -> str:
         return f"{self.workload.name}, {self.ranks:,} × {self.cluster.device.name}, {self.sequences:,} × {self.length:,}"
 
-    def plan(self) -> Plan:
-        return search(self.workload, self.cluster, self.ranks, self.sequences, self.length)
+    def plan(self, activations: tuple[Activations, ...] = BOTH) -> Plan:
+        given = (self.workload, self.cluster, self.ranks, self.sequences, self.length)
+        return search(*given, activations=activations)
 
     def figure(self, best: Estimate) -> str:
         recomputed = best.layout.activation_checkpointing == "full"
@@ -99,52 +103,34 @@ def speed(case: Case) -> tuple[float, int]:
 
 
 def known_line(case: Case) -> list[str]:
-    plan = case.plan()
-    if not plan.ranked:
-        return [
-            case.title,
-            case.published_layout,
-            case.published_figure,
-            f"none fits: {plan.nearest_miss().reason}",
-            "",
-            "",
-        ]
-    best = plan.best
-    limit = plan.memory_limit_bytes / 2**30
-    return [
-        case.title,
-        case.published_layout,
-        case.published_figure,
-        str(best.layout),
-        case.figure(best),
-        f"{best.memory.total_bytes / 2**30:.0f} of {limit:.0f} GiB; {best.limited_by}",
-    ]
-
-
-# One tensor axis as others run it: norms and residuals not done again on every x rank. Fourfold does not have it; it is
-# here so that y is not compared with less than the best. What it would save in memory is not in the model.
-_SEQUENCE_PARALLEL = dataclasses.replace(FOURFOLD, cuts_tokens_over_x=True)
+    cells = [case.title, case.published_layout, case.published_figure]
+    for activations in (REPLICATED, BOTH):
+        plan = case.plan(activations)
+        if not plan.ranked:
+            cells.append(f"none fits: {plan.nearest_miss().reason}")
+            continue
+        best, limit = plan.best, plan.memory_limit_bytes / 2**30
+        held = f"{best.memory.total_bytes / 2**30:.0f} of {limit:.0f} GiB"
+        cells.append(f"{best.layout}: {case.figure(best)}; {held}; {best.limited_by}")
+    return cells
 
 
 def strong_line(case: Case) -> tuple[list[str], float | None]:
-    plan = case.plan()
-    if not plan.ranked:
-        return [case.title, f"none fits: {plan.nearest_miss().reason}", "", "", "", ""], None
-    best, without = plan.best, plan.best_without_y()
-    if without is None:
-        return [case.title, str(best.layout), f"{best.step_s:.3f} s", "none can run", "y is needed", ""], None
-    given = (case.workload, case.cluster, case.ranks, case.sequences, case.length)
-    other = search(*given, schedule=_SEQUENCE_PARALLEL).best_without_y()
-    assert other is not None  # it needs no more memory than the same without
-    gain = without.step_s / best.step_s
-    return [
-        case.title,
-        str(best.layout),
-        f"{best.step_s:.3f} s",
-        f"{without.layout}: {without.step_s:.3f} s",
-        f"{gain:.3f}",
-        f"{other.step_s / best.step_s:.3f}",
-    ], gain
+    """(cells, gain of y where token-sharded activations are offered)."""
+    cells, gain = [case.title], None
+    for activations in (REPLICATED, BOTH):
+        plan = case.plan(activations)
+        if not plan.ranked:
+            cells += [f"none fits: {plan.nearest_miss().reason}", "", ""]
+            continue
+        best, without = plan.best, plan.best_without_y()
+        cells.append(f"{best.layout}: {best.step_s:.3f} s")
+        if without is None:
+            cells += ["none can run", "y is needed"]
+            continue
+        gain = without.step_s / best.step_s
+        cells += [f"{without.layout}: {without.step_s:.3f} s", f"{gain:.3f}"]
+    return cells, gain
 
 
 def show(header: list[str], lines: list[list[str]], *, markdown: bool) -> None:
@@ -167,22 +153,24 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     print("Six known cases (the plan's figures are predictions):")
-    header = ["case", "published layout", "published", "plan's best", "predicted", "memory; limited by"]
+    header = [
+        "case",
+        "published layout",
+        "published",
+        "plan's best, activations replicated",
+        "plan's best, token-sharded ones offered",
+    ]
     show(header, [known_line(case) for case in KNOWN], markdown=options.markdown)
     print("Where y pays, by the whole step:")
     strong = [strong_line(case) for case in STRONG]
-    header = [
-        "case",
-        "best",
-        "predicted step",
-        "best with y = 1",
-        "gain of y",
-        "gain over x with sequence parallelism",
-    ]
+    header = ["case"]
+    for kind in ("replicated", "token-sharded offered"):
+        header += [f"{kind}: best", "best with y = 1", "gain of y"]
     show(header, [line for line, _ in strong], markdown=options.markdown)
     gains = [gain for _, gain in strong if gain is not None]
     print(
-        f"y > 1 is the best in {sum(g > 1 for g in gains)} of {len(gains)} cases, by up to {max(gains) - 1:.1%}"
+        f"with token-sharded activations offered, y > 1 is the best in {sum(g > 1 for g in gains)} of {len(gains)} cases, by up "
+        f"to {max(gains) - 1:.1%}"
     )
 
     per_s, layouts = max(speed(KNOWN[-1]) for _ in range(3))

@@ -22,24 +22,29 @@ def config(**changes) -> LlamaConfig:
 
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(
-    ("shape", "weights", "precision"),
+    ("shape", "weights", "precision", "activations"),
     [
-        ((1, 1, 2, 4), "streamed", "fp32"),
-        ((2, 2, 1, 2), "streamed", "bf16"),
-        ((1, 4, 2, 1), "fsdp2", "fp32"),
-        ((1, 2, 2, 2), "fsdp2", "bf16"),
-        ((8, 1, 1, 1), "streamed", "fp32"),
+        ((1, 1, 2, 4), "streamed", "fp32", "replicated"),
+        ((2, 2, 1, 2), "streamed", "bf16", "replicated"),
+        ((1, 4, 2, 1), "fsdp2", "fp32", "replicated"),
+        ((1, 2, 2, 2), "fsdp2", "bf16", "replicated"),
+        ((8, 1, 1, 1), "streamed", "fp32", "replicated"),
+        ((1, 2, 2, 2), "streamed", "bf16", "token-sharded"),
+        ((1, 1, 2, 4), "fsdp2", "fp32", "token-sharded"),
     ],
 )
-def test_it_is_the_real_thing(pool, shape, weights, precision):
-    same, off = benchmark.compare(pool, shape, weights, precision)
+def test_it_is_the_real_thing(pool, shape, weights, precision, activations):
+    same, off = benchmark.compare(pool, shape, weights, precision, activations)
     assert same
     assert abs(off) <= benchmark.MEMORY_BAR
 
 
 @pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_like_blocks_need_not_be_traced_one_by_one(weights, checkpointing):
+@pytest.mark.parametrize(
+    ("checkpointing", "activations"),
+    [("none", "replicated"), ("full", "replicated"), ("full", "token-sharded")],
+)
+def test_like_blocks_need_not_be_traced_one_by_one(weights, checkpointing, activations):
     def run(every_block: bool):
         return dryrun(
             config(num_hidden_layers=7),
@@ -47,6 +52,7 @@ def test_like_blocks_need_not_be_traced_one_by_one(weights, checkpointing):
             sequences=16,
             length=32,
             weights=weights,
+            activations=activations,
             activation_checkpointing=checkpointing,
             target="cpu",
             every_block=every_block,

@@ -86,7 +86,10 @@ def test_a_real_run_can_be_saved_and_compared(pool, tmp_path):
     path = tmp_path / "run.json"
     pool.run(save_a_run, 2, str(path))
     run = read_run(path)
-    assert (run.layout, run.sequences) == (Layout(1, 1, 1, 2, weights="streamed"), 2)
+    assert (run.layout, run.sequences) == (
+        Layout(1, 1, 1, 2, weights="streamed", activations="token-sharded"),
+        2,
+    )
     assert 0 < run.parts_s["compute"] < run.step_s
     assert "worst gap" in str(compare(run, CLUSTER))
 

@@ -99,6 +99,20 @@ def test_errors_say_both_numbers_and_the_way_out(config, capsys, words, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("activations", ["replicated", "token-sharded", None])
+def test_activations_are_compared_or_given(config, capsys, tmp_path, activations):
+    out = tmp_path / "plan.json"
+    words = ["--activations", activations] if activations else []
+    assert plan(config, "--json", str(out), *words) == 0
+    layouts = [e["layout"] for e in json.loads(out.read_text())["ranked"]]
+    cut = [layout for layout in layouts if layout["x"] * layout["y"] > 1]
+    assert {layout["activations"] for layout in cut} == (
+        {activations} if activations else {"replicated", "token-sharded"}
+    )
+    said = re.search(r"with token-sharded ones|Token-sharded activations earn", capsys.readouterr().out)
+    assert bool(said) == (activations != "replicated")
+
+
 def test_what_is_lacking_is_listed(capsys):
     assert main(["plan", "--cluster", "dgx-h100", "--length", "8"]) == 2
     assert "needs config.json, --gpus, --sequences" in capsys.readouterr().err

@@ -1,10 +1,12 @@
 """The closed form of a rank's memory against the dry run, which counts every tensor."""
 
 import functools
+from typing import Any
 
 import pytest
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Starcoder2Config
 
+from fourfold import Overlap
 from fourfold.dry_run.run import dryrun
 from fourfold.planner.layout import Layout
 from fourfold.planner.memory import memory
@@ -48,6 +50,17 @@ POINTS = [
     ("wide vocabulary", Layout(1, 4, 1, 1, 1, "full", weights="fsdp2")),
     ("wide vocabulary", Layout(2, 2, 2, 2, 1, "none", weights="streamed")),
 ]
+# Two y ranks use one key/value head; inputs that are kept and that come again; the head's gradient is the peak.
+TOKENS: dict[str, Any] = {"activations": "token-sharded"}
+AGAIN = TOKENS | {"keep_inputs": False}
+POINTS += [
+    ("llama", Layout(1, 1, 2, 4, 1, "none", weights="fsdp2", **TOKENS)),
+    ("llama", Layout(1, 2, 2, 2, 2, "none", weights="streamed", **AGAIN)),
+    ("qwen2, biased and tied", Layout(1, 2, 2, 2, 1, "full", weights="fsdp2", **AGAIN)),
+    ("gpt2, learned positions", Layout(1, 1, 2, 2, 1, "none", weights="streamed", **AGAIN)),
+    ("starcoder2, no gate", Layout(1, 2, 2, 2, 1, "none", weights="fsdp2", **TOKENS)),
+    ("wide vocabulary", Layout(1, 1, 8, 1, 1, "full", weights="streamed", **AGAIN)),
+]
 
 
 @functools.cache
@@ -58,8 +71,10 @@ def dry_bytes(model: str, layout: Layout) -> float:
         sequences=SEQUENCES * layout.micro_batches * layout.data * layout.z,
         length=LENGTH,
         micro_batches=layout.micro_batches,
+        activations=layout.activations,
         activation_checkpointing=layout.activation_checkpointing,
         weights=layout.weights,
+        overlap=Overlap(keep_inputs=layout.keep_inputs),
     )
     return done.peak.bytes
 

@@ -38,6 +38,7 @@ def test_the_first_are_simulated_and_ranked_by_it(found):
     assert [e.step_s for e in simulated] == sorted(e.step_s for e in simulated)
     assert all(e.formula_s and e.step_s != e.formula_s for e in simulated)
     assert {e.layout.y > 1 for e in simulated} == {False, True}  # what y is worth is told by one measure
+    assert {e.layout.by_tokens for e in simulated} == {False, True}
     assert not any(e.is_simulated for e in found.ranked[len(simulated) :])
 
 
@@ -50,7 +51,8 @@ def test_parts_of_a_simulated_step_make_the_step(found):
 def test_memory_is_the_dry_runs(found):
     layout = found.best.layout
     done = ff.dryrun(CONFIG, layout.grid, sequences=8, length=32, micro_batches=layout.micro_batches,
-                     activation_checkpointing=layout.activation_checkpointing, weights=layout.weights)  # fmt: skip
+                     activation_checkpointing=layout.activation_checkpointing, weights=layout.weights,
+                     activations=layout.activations, overlap=ff.Overlap(keep_inputs=layout.keep_inputs))  # fmt: skip
     assert found.best.memory.total_bytes == done.peak.bytes
 
 

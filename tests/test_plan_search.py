@@ -1,5 +1,8 @@
 """The search finds what trying everything finds, and says why the rest is not there."""
 
+import dataclasses
+import itertools
+
 import pytest
 
 from fourfold.grid import factorisations
@@ -29,8 +32,10 @@ def test_the_best_is_that_of_trying_everything():
         for micro_batches in range(1, 33):
             if 32 % (data * z * micro_batches):
                 continue
-            for recompute in ("none", "full"):
-                found = estimate(SMALL, Layout(data, z, y, x, micro_batches, recompute), CLUSTER, 32, 1024)
+            ways = [("replicated", True), ("token-sharded", True), ("token-sharded", False)]
+            for recompute, way in itertools.product(("none", "full"), ways if x * y > 1 else ways[:1]):
+                layout = Layout(data, z, y, x, micro_batches, recompute, 0, "fsdp2", *way)
+                found = estimate(SMALL, layout, CLUSTER, 32, 1024)
                 if found.memory.total_bytes <= limit:
                     tried.append(found)
     assert len(plan.ranked) == len(tried)
@@ -53,6 +58,28 @@ def test_reasons_name_both_numbers():
     assert "hidden_size=768" in str(why_not_grid(SMALL, (1, 1, 5, 1), 64))
     assert "data*z=7 does not divide the global batch of 64" in str(why_not_grid(SMALL, (7, 1, 1, 1), 64))
     assert why_not_grid(SMALL, (1, 2, 2, 12), 64) is None  # more x than key/value heads: they are replicated
+
+
+def test_token_sharding_is_looked_at_or_left_away():
+    both = search(LARGE, CLUSTER, 64, 128, 4096)
+    assert {(e.layout.activations, e.layout.keep_inputs) for e in both.ranked} == {
+        ("replicated", True), ("token-sharded", True), ("token-sharded", False)}  # fmt: skip
+    assert not any(e.layout.by_tokens for e in both.ranked if e.layout.x * e.layout.y == 1)
+    without = search(LARGE, CLUSTER, 64, 128, 4096, activations=("replicated",))
+    assert without.ranked == [e for e in both.ranked if not e.layout.by_tokens]
+    # Where there is one tensor rank there is nothing to cut.
+    alone = search(LARGE, CLUSTER, 64, 128, 4096, activations=("token-sharded",), keep_inputs=(False,))
+    assert {(e.layout.by_tokens, e.layout.keep_inputs) for e in alone.ranked if e.layout.x * e.layout.y > 1} == {
+        (True, False)}  # fmt: skip
+
+
+def test_tokens_that_do_not_divide_and_families_that_cannot_are_named():
+    plan = search(SMALL, CLUSTER, 16, 16, 6)
+    reasons = {r.reason for r in plan.rejected if r.layout.by_tokens}
+    assert "x=4 does not divide the 6 tokens of a micro-batch, so they cannot be cut" in reasons
+    other = search(dataclasses.replace(SMALL, not_by_tokens="it looks at all tokens"), CLUSTER, 16, 32, 1024)
+    assert not any(e.layout.by_tokens for e in other.ranked)
+    assert any("it looks at all tokens; use activations='replicated'" in r.reason for r in other.rejected)
 
 
 def test_a_model_that_fits_nowhere_says_how_far_it_is():

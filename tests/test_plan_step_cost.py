@@ -3,13 +3,16 @@
 import dataclasses
 
 import pytest
+from transformers import LlamaConfig, Qwen2Config
 
 from benchmarks import traffic
+from fourfold import Overlap
+from fourfold.dry_run.run import dryrun
 from fourfold.planner.cluster import preset
 from fourfold.planner.layout import FOURFOLD, Layout
 from fourfold.planner.memory import memory
 from fourfold.planner.step_cost import Prices, estimate
-from fourfold.planner.workload import Workload
+from fourfold.planner.workload import Workload, from_config
 from tests.test_plan_collective_cost import bare
 
 H100 = preset("dgx-h100")
@@ -42,6 +45,69 @@ def test_link_times_are_the_bytes_of_the_algorithm(shape):
     apart = {"y": 2 * 2 * t.LAYERS * 2 * (y - 1) / y * 4 * tokens, "x": 2 * (x - 1) / x * 12 * tokens}
     for axis in ("data", "z", "y", "x"):
         assert found.link_s[axis] * 1e9 == pytest.approx(bytes_sent.get(axis, 0.0) + apart.get(axis, 0.0))
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 8,
+         "vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+BY_TOKENS = [
+    (LlamaConfig(**SIZES, num_key_value_heads=8), (1, 1, 4, 2), "none", True),
+    (LlamaConfig(**SIZES, num_key_value_heads=8), (1, 2, 2, 2), "full", False),
+    (
+        LlamaConfig(**SIZES, num_key_value_heads=4),
+        (1, 1, 2, 4),
+        "none",
+        False,
+    ),  # a key/value head for two ranks
+    (LlamaConfig(**SIZES, num_key_value_heads=8), (1, 1, 16, 1), "none", True),  # the core is on every y rank
+    (Qwen2Config(**SIZES, num_key_value_heads=2), (1, 1, 2, 4), "none", True),  # more x than key/value heads
+]
+
+
+@pytest.mark.parametrize(("config", "shape", "recompute", "keep_inputs"), BY_TOKENS)
+def test_token_sharded_collectives_and_flops_are_those_of_the_dry_run(config, shape, recompute, keep_inputs):
+    """Bytes on every axis to the last number of a loss or a norm; FLOPs without a factor that x or y ranks repeat."""
+    data, z, y, x = shape
+    sequences, length = 4 * data * z, 32
+    layout = Layout(*shape, 1, recompute, activations="token-sharded", keep_inputs=keep_inputs)
+    done = dryrun(config, shape, sequences=sequences, length=length, activations="token-sharded", weights="fsdp2",
+                  activation_checkpointing=recompute, overlap=Overlap(keep_inputs=keep_inputs))  # fmt: skip
+    workload = from_config(config.to_dict())
+    found = estimate(workload, layout, bare(), sequences, length)
+    bytes_sent: dict[str, float] = {}
+    for e in done.collectives:
+        passes = 2 if e.kind == "all_reduce" else 1
+        bytes_sent[e.axis] = bytes_sent.get(e.axis, 0.0) + passes * (e.ranks - 1) / e.ranks * e.payload_bytes
+    for axis in ("y", "x"):
+        assert found.link_s[axis] * 1e9 == pytest.approx(bytes_sent.get(axis, 0.0), rel=5e-4)
+    flops = {work: sum(o.flops for o in done.operations if o.work == work and o.phase in ("forward", "backward"))
+             for work in ("matmul", "attention")}  # fmt: skip
+    tokens, parts = 4 * length, x * y
+    matrices = workload.layers * sum(workload.block_matrices) + workload.table
+    assert flops["matmul"] == pytest.approx(6 * tokens * matrices / parts, rel=0.02 if x > 2 else 1e-9)
+    heads_over = parts if workload.cuts_heads(parts) else x
+    # Flash attention computes the scores again in backward: seven products in place of six.
+    assert flops["attention"] == 14 * workload.layers * tokens * length * workload.q_features / heads_over
+
+
+def test_what_comes_again_is_the_inputs_of_the_linears():
+    """As in docs/decisions/0018: over x the inputs of q, k, v, of gate and up and of the head, over y those of o and down."""
+    t, y, x, tokens = LLAMA, 2, 4, 4 * 2048
+    kept, again = (estimate(LLAMA, Layout(1, 1, y, x, activations="token-sharded", keep_inputs=keep), bare(), 4, 2048)
+                   for keep in (True, False))  # fmt: skip
+    more = {axis: (again.link_s[axis] - kept.link_s[axis]) * 1e9 for axis in ("x", "y")}
+    assert more["x"] == pytest.approx(2 * (x - 1) / x * (2 * t.layers + 1) * tokens * t.hidden / y)
+    assert more["y"] == pytest.approx(2 * (y - 1) / y * t.layers * tokens * (t.q_features + t.ffn) / x)
+    assert again.memory.total_bytes < kept.memory.total_bytes
+
+
+def test_token_sharding_leaves_attention_and_elementwise_work_to_one_rank_of_y_and_x():
+    def cost(activations):
+        return estimate(LLAMA, Layout(1, 1, 2, 4, activations=activations), H100, 4, 2048)
+
+    replicated, by_tokens = cost("replicated"), cost("token-sharded")
+    assert by_tokens.compute_s["attention"] == pytest.approx(replicated.compute_s["attention"] / 2)
+    assert by_tokens.compute_s["element-wise"] < 0.6 * replicated.compute_s["element-wise"]
+    assert by_tokens.memory.activations_bytes < replicated.memory.activations_bytes
 
 
 @pytest.mark.parametrize("shape", GRIDS)

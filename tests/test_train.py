@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from fourfold import RankPool
+from fourfold.planner.layout import Layout
 from fourfold.train.config import RunConfig
 from fourfold.train.evaluate import Evaluation
+from fourfold.train.export import export
+from fourfold.train.facts import facts_of
 from fourfold.train.trainer import Callback, StepResult, Trainer
 from tests.training import Shape, on, stock_losses, train, write_run
 
@@ -37,6 +40,48 @@ def test_a_grid_has_the_losses_of_stock_pytorch(
     run = on(values, shape, batch={"micro_batch_sequences": at_a_time})
     for losses, _ in pool.run(train, run.grid.size, run):
         close(losses, stock_losses(run), ACROSS)
+
+
+class Validation(Evaluation):
+    """The losses it found."""
+
+    found: list[float]
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        super().on_step(trainer, result)
+        self.found = [*getattr(self, "found", []), result.figures["validation_loss"]]
+
+
+def train_by_tokens(run: RunConfig, stop_at: int | None) -> tuple[dict[int, float], list[float], Any]:
+    """(losses, validation losses, what the facts say of the layout)."""
+    validation, facts = Validation(run.evaluation.sequences, 1), Facts()
+    losses, _ = train(run, validation, facts, saves=True, stop_at=stop_at)
+    return losses, validation.found, facts.layout
+
+
+class Facts(Callback):
+    layout: Any = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.layout = Layout(**facts_of(trainer)["layout"])
+
+
+def test_token_sharded_activations_train_evaluate_and_save_the_same(pool: RankPool, tmp_path: Path) -> None:
+    """Begun with them, gone on without, and exported: as if nothing had been set."""
+    values = write_run(tmp_path)
+    shape: Shape = (1, 1, 2, 2)
+    by_tokens = {"activations": "token-sharded", "keep_inputs": False}
+    run = on(values, shape, engine=by_tokens)
+    ((first, valid, layout), *_) = pool.run(train_by_tokens, 4, run, 2)
+    assert (layout.by_tokens, layout.keep_inputs) == (True, False)
+    exported = export(tmp_path / "checkpoints", tmp_path / "out")
+    assert "config.json" in exported.files
+    ((rest, later, layout), *_) = pool.run(train_by_tokens, 4, on(values, shape), None)
+    assert not layout.by_tokens
+    elsewhere = on(values, shape, checkpoints={"folder": str(tmp_path / "other")})
+    ((whole, expected, _), *_) = pool.run(train_by_tokens, 4, elsewhere, None)
+    close(first | rest, whole, ACROSS)
+    close(dict(enumerate(valid + later)), dict(enumerate(expected)), ACROSS)
 
 
 def test_the_comparison_would_see_another_rate(pool: RankPool, values: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from fourfold.cli.main import main
 from fourfold.launch import CONTINUE
 from fourfold.planner.layout import Layout
 from fourfold.train.automatic import choose_layout, with_layout
-from fourfold.train.config import RunConfig, from_dict
+from fourfold.train.config import EngineSection, RunConfig, from_dict
 from fourfold.train.facts import facts_of
 from fourfold.train.run import on_all_ranks
 from fourfold.train.start import check, local_ranks
@@ -72,6 +72,10 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
     assert chosen.grid.size == 8
     assert not chosen.grid.auto
     check(chosen)
+    given = run.model_copy(update={"engine": EngineSection(activations="token-sharded", keep_inputs=False)})
+    small = choose_layout(given, 8, simulate=0, quiet=True)
+    if small.grid.x * small.grid.y > 1:
+        assert (small.engine.activations, small.engine.keep_inputs) == ("token-sharded", False)
     with pytest.raises(ValueError, match="no layout of 131072 ranks can train this model on dgx-h100"):
         choose_layout(run, 131072, simulate=0, quiet=True)
 

@@ -26,6 +26,7 @@ def add_to(commands: Any) -> None:
         "--micro-batches", type=int, default=1, help="parts in which a rank takes its sequences"
     )
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--activations", choices=("auto", "replicated", "token-sharded"), default="auto")
     parser.add_argument("--activation-checkpointing", choices=("none", "full"), default="none")
     parser.add_argument("--weights", choices=("auto", "fsdp2", "streamed"), default="auto")
     parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda", help="the devices it is for")
@@ -52,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
         length=options.length,
         micro_batches=options.micro_batches,
         precision=options.precision,
+        activations=options.activations,
         activation_checkpointing=options.activation_checkpointing,
         weights=options.weights,
         target=options.target,

@@ -18,7 +18,7 @@ from fourfold.planner.plan import plan as make_plan
 from fourfold.planner.predicted_trace import chrome_trace
 from fourfold.planner.rehearsal import play, precision_of, rehearse, schedule_of, target_of
 from fourfold.planner.search import Plan
-from fourfold.planner.show import budget, explain, rate_that_hides, show_plan, worth_of_y
+from fourfold.planner.show import budget, explain, rate_that_hides, show_plan, worth_of_tokens, worth_of_y
 from fourfold.planner.step_cost import Estimate, Prices, estimate_with
 from fourfold.planner.workload import Workload, from_config
 
@@ -56,6 +56,11 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--precision", choices=("bf16", "fp32"), help="bf16 on GPUs and fp32 on CPUs, unless given"
+    )
+    parser.add_argument(
+        "--activations",
+        choices=("replicated", "token-sharded"),
+        help="what x and y ranks would repeat: replicated, or cut by tokens; both are looked at, unless given",
     )
     parser.add_argument("--rows", type=int, default=10, help="layouts to show")
     parser.add_argument(
@@ -97,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
         simulate=options.simulate,
         weights=options.weights,
         precision=options.precision,
+        activations=options.activations,
     )
     precision = options.precision or precision_of(cluster)
     prices = Prices(workload, cluster, options.length, schedule_of(cluster, precision))
@@ -105,6 +111,8 @@ def run(options: argparse.Namespace) -> int:
     print(show_plan(plan, cluster, title, options.rows, width))
     best = plan.best  # raises with the nearest miss, if there is none
     print(worth_of_y(plan))
+    if worth_of_tokens(plan):
+        print(worth_of_tokens(plan))
     print(_what_hides(prices, best, sequences, cluster))
     if options.tokens:
         print(budget(best, options.tokens, price_per_hour=options.price, watts=options.watts))

@@ -142,8 +142,10 @@ class Recorder(TorchDispatchMode):
         stack = self._entered.get(threading.get_ident())
         if stack:
             self._last_module = stack[-1]
-            # The number of the node that autograd has made for this operator.
-            self._module_of_node[_get_sequence_nr() - 1] = stack[-1]
+            if not in_backward:
+                # The number of the node that autograd has made for this operator. What is recomputed makes nodes that never
+                # run, in another thread perhaps, with numbers that others have already.
+                self._module_of_node[_get_sequence_nr() - 1] = stack[-1]
             return ("recompute" if in_backward else self.phase), stack[-1]
         if not in_backward:
             if self.phase == "forward":

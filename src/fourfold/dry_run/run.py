@@ -30,6 +30,7 @@ from fourfold.parallel.optimizer import on_shards
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import ActivationCheckpointing, arrange
 from fourfold.parallel.report import Report
+from fourfold.parallel.tokens import ActivationsWanted
 from fourfold.parallel.weights import Precision, Weights, accumulating
 
 
@@ -71,6 +72,7 @@ def dryrun(
     micro_batches: int = 1,
     roles: Mapping[str, str] | None = None,
     precision: Precision = "bf16",
+    activations: ActivationsWanted = "auto",
     activation_checkpointing: ActivationCheckpointing = "none",
     weights: Weights = "auto",
     overlap: Overlap | None = None,
@@ -106,6 +108,7 @@ def dryrun(
                 grid,
                 roles=roles,
                 precision=precision,
+                activations=activations,
                 activation_checkpointing=activation_checkpointing,
                 weights=weights,
                 overlap=overlap,

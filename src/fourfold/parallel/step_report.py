@@ -15,6 +15,7 @@ from torch import nn
 from fourfold.grid import AXES, Axis, Grid
 from fourfold.parallel.clock import clock_of
 from fourfold.parallel.collectives import Entry
+from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.weights import is_streamed
 
 
@@ -78,7 +79,16 @@ def describe_layout(
         "activation_checkpointing": activation_checkpointing,
         "keep_bytes": keep_bytes if streamed else 0,
         "weights": "streamed" if streamed else "fsdp2",
+        **_describe_activations(model),
     }
+
+
+def _describe_activations(model: nn.Module) -> dict[str, Any]:
+    """As any linear has them that is cut by tokens."""
+    cut = next((m for m in model.modules() if isinstance(m, Linear4D) and m.cuts is not None), None)
+    if cut is None:
+        return {"activations": "replicated", "keep_inputs": True}
+    return {"activations": "token-sharded", "keep_inputs": cut.group.overlap.keep_inputs}
 
 
 def save_run(

@@ -140,24 +140,24 @@ def block_passes(
     moved = block_bytes(w, y, x, schedule.elementwise, cuts_tokens_over_x=schedule.cuts_tokens_over_x)
     elementwise_f, elementwise_b = (memory_s(kernels.memory_passes * tokens * m, device) for m in moved)
     if schedule.interleaves:
-        exposed_f = _in_turns(matmul_f + core_f + elementwise_f, link_f, exposed_f, slowdown)
-        exposed_b = _in_turns(matmul_b + core_b + elementwise_b, link_b, exposed_b, slowdown)
+        exposed_f = in_turns(matmul_f + core_f + elementwise_f, link_f, exposed_f, slowdown)
+        exposed_b = in_turns(matmul_b + core_b + elementwise_b, link_b, exposed_b, slowdown)
     statistics_s = 2 * all_reduce("y", 4 * tokens)  # two norms; nothing hides them
     if x > w.kv_heads:
         # Every x rank holds all key/value rows and has the gradient of its own: k's and v's are summed over x.
-        replica_s = 2 * all_reduce("x", schedule.weight_bytes * w.hidden * w.kv_features / y)
+        replica_s = 2 * all_reduce("x", schedule.gradient_bytes * w.hidden * w.kv_features / y)
         link_b["x"] += replica_s
         exposed_b["x"] += replica_s
-    forward = _floored(
+    forward = floored(
         matmul_f, core_f, elementwise_f, link_f, exposed_f, statistics_s, kernels.host_us * 1e-6
     )
-    backward = _floored(
+    backward = floored(
         matmul_b, core_b, elementwise_b, link_b, exposed_b, statistics_s, 2 * kernels.host_us * 1e-6
     )
     return forward, backward
 
 
-def _in_turns(
+def in_turns(
     compute_s: float, link: dict[str, float], exposed: dict[str, float], slowdown: Slowdown
 ) -> dict[str, float]:
     """What shows where the other half's work, a whole block's, is there to hide it."""
@@ -168,7 +168,7 @@ def _in_turns(
     return {axis: min(exposed[axis], shown * link[axis]) for axis in link}
 
 
-def _floored(
+def floored(
     matmul: float,
     core: float,
     elementwise: float,

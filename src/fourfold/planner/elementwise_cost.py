@@ -40,8 +40,16 @@ _ENDS = {"fused": 12, "eager": 4 + 36 + 92}
 _OPTIMIZER = {"fused": 28 + 12, "eager": 80 + 12}
 
 
-def block_bytes(w: Workload, y: int, x: int, elementwise: str, *, cuts_tokens_over_x: bool = False) -> Moved:
-    """Of one block, for one token."""
+def block_bytes(
+    w: Workload,
+    y: int,
+    x: int,
+    elementwise: str,
+    *,
+    cuts_tokens_over_x: bool = False,
+    by_tokens: bool = False,
+) -> Moved:
+    """Of one block, for one token; with token-sharded activations (``by_tokens``) for one of those that x and y share."""
     residual, heads = _RESIDUAL[elementwise], _HEADS[elementwise]
     inner = (_GATED if w.gated else _UNGATED)[elementwise]
     if elementwise == "eager" and not w.gated and w.activation_copies > 2:
@@ -49,19 +57,24 @@ def block_bytes(w: Workload, y: int, x: int, elementwise: str, *, cuts_tokens_ov
     cut = y * x > 1
     if elementwise == "eager" and w.bias:
         residual = _CUT_LAYER_NORMS if cut else _LAYER_NORMS
-    hidden = w.hidden / (y * (x if cuts_tokens_over_x else 1))
-    qkv = w.q_features / x + 2 * w.kv_features / min(x, w.kv_heads)
-    forward, backward = (residual[way] * hidden + heads[way] * qkv + inner[way] * w.ffn / x for way in (0, 1))
+    hidden = w.hidden / (y * (x if cuts_tokens_over_x or by_tokens else 1))
+    parts = x * y if by_tokens and w.cuts_heads(x * y) else x
+    qkv = w.q_features / parts + 2 * w.kv_features / min(parts, w.kv_heads)
+    ffn = w.ffn / (x * y if by_tokens else x)
+    forward, backward = (residual[way] * hidden + heads[way] * qkv + inner[way] * ffn for way in (0, 1))
     if elementwise == "eager" and cut:
         biased = qkv if w.qkv_bias or w.bias else 0.0
-        biased += 2 * hidden + w.ffn / x if w.bias else 0.0
+        biased += 2 * hidden + ffn if w.bias else 0.0
         forward += _BIAS * biased
     return Moved(forward, backward)
 
 
-def ends_bytes(w: Workload, y: int, columns: float, elementwise: str) -> float:
-    """Of embedding, last norm and loss, for one token, both ways."""
-    return _LOSS[elementwise] * columns + _ENDS[elementwise] * w.hidden / y
+def ends_bytes(
+    w: Workload, y: int, columns: float, elementwise: str, *, by_tokens_over: tuple[int, int] = (1, 1)
+) -> float:
+    """Of embedding, last norm and loss, for one token, both ways; where y and x ranks have other tokens, of so many each."""
+    of_y, of_x = by_tokens_over
+    return _LOSS[elementwise] * columns / of_y + _ENDS[elementwise] * w.hidden / (y * of_x)
 
 
 def optimizer_bytes(elementwise: str) -> float:

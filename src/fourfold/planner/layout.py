@@ -13,6 +13,9 @@ AXES: tuple[Literal["x", "y", "z", "data"], ...] = (
 )  # the innermost first, as tables have them
 
 
+Activations = Literal["replicated", "token-sharded"]
+
+
 @dataclass(frozen=True)
 class Layout:
     """The sizes of the four axes, and what else a plan decides."""
@@ -25,6 +28,11 @@ class Layout:
     activation_checkpointing: Literal["none", "full"] = "none"
     keep_bytes: int = 0  # of gathered weights that wait for backward instead of coming twice
     weights: Literal["fsdp2", "streamed"] = "fsdp2"
+    # What is not cut by its features: on each rank of the other tensor axis, or cut over it by its tokens.
+    activations: Activations = "replicated"
+    keep_inputs: bool = (
+        True  # with token-sharded activations: gathered inputs wait for backward instead of coming twice
+    )
 
     @property
     def ranks(self) -> int:
@@ -35,11 +43,18 @@ class Layout:
         return (self.data, self.z, self.y, self.x)
 
     @property
+    def by_tokens(self) -> bool:
+        return self.activations == "token-sharded"
+
+    @property
     def short(self) -> str:
-        """For narrow tables: the grid, micro-batches, R for recomputed, K for kept weights."""
+        """For narrow tables: the grid, micro-batches, T for token-sharded, t if inputs come twice, R for recomputed, K for
+        kept weights."""
         words = [",".join(map(str, self.grid))]
         if self.micro_batches > 1:
             words.append(f"m{self.micro_batches}")
+        if self.by_tokens:
+            words.append("T" if self.keep_inputs else "t")
         if self.activation_checkpointing != "none":
             words.append("R")
         if self.keep_bytes:
@@ -52,6 +67,8 @@ class Layout:
         words = []
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
+        if self.by_tokens:
+            words.append("token-sharded" if self.keep_inputs else "token-sharded, regathered")
         if self.activation_checkpointing != "none":
             words.append("recomputed")
         if self.keep_bytes:

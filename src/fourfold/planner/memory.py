@@ -111,6 +111,31 @@ def saved_bytes_per_token(workload: Workload, y: int, x: int, work_bytes: int = 
     )
 
 
+def saved_by_tokens(
+    workload: Workload, y: int, x: int, *, keep_inputs: bool, work_bytes: int = WORK_BYTES
+) -> float:
+    """The same with token-sharded activations, for one of the tokens that all x and y ranks share.
+
+    Everything is cut over both axes, but for the gathered inputs of linears where they are kept, the norms' statistics, and
+    key/value heads where they are fewer than the ranks.
+    """
+    w = workload
+    cut = y * x
+    parts = cut if w.cuts_heads(cut) else x
+    # q and k after rotation, v, the attention's output. Of a key/value head that several ranks use, v keeps all of an x rank.
+    kv = w.kv_features / min(parts, w.kv_heads)
+    shared = parts == cut and w.kv_heads % cut != 0
+    v = w.kv_features / min(x, w.kv_heads) if shared else kv
+    features = 2 * w.q_features / parts + kv + v + (w.activation_copies - 1) * w.ffn / cut
+    # The inputs of down, of o (beside the attention's output, which is a part of it), of q, k, v and of gate and up.
+    features += w.ffn / (x if keep_inputs else cut)
+    if keep_inputs and y > 1 and parts == cut:
+        features += w.q_features / x
+    features += 2 * w.hidden / (y if keep_inputs else cut)
+    norms = 2 * ((norm_bytes(w, True, work_bytes) - work_bytes) * w.hidden / cut + WIDE_BYTES / x)
+    return work_bytes * features + norms + HEAD_BYTES * w.heads / parts
+
+
 def memory(
     workload: Workload,
     layout: Layout,
@@ -132,10 +157,19 @@ def _moments(w: Workload, layout: Layout, tokens: float, shard: Shard, work_byte
     is_streamed = layout.weights == "streamed"
     sends = layout.z * layout.data > 1
     parameters, moments = MASTER_BYTES * stored, MOMENTS_BYTES * stored
-    hidden, ffn = tokens * w.hidden / layout.y, tokens * w.ffn / layout.x
+    # What the linears read, gathered, and what is between them: the same, unless its tokens are cut as well.
+    hidden_read, ffn_read = tokens * w.hidden / layout.y, tokens * w.ffn / layout.x
+    hidden, ffn = hidden_read, ffn_read
 
     # Activations.
-    block_saved = tokens * saved_bytes_per_token(w, layout.y, layout.x, work_bytes)
+    if layout.by_tokens:
+        hidden, ffn = hidden / layout.x, ffn / layout.y
+        saved_bytes = saved_by_tokens(
+            w, layout.y, layout.x, keep_inputs=layout.keep_inputs, work_bytes=work_bytes
+        )
+    else:
+        saved_bytes = saved_bytes_per_token(w, layout.y, layout.x, work_bytes)
+    block_saved = tokens * saved_bytes
     block_input = work_bytes * hidden
     each, live = (block_input, block_saved) if is_recomputed else (block_saved, 0.0)
     norm = norm_bytes(w, cut, work_bytes)
@@ -144,6 +178,12 @@ def _moments(w: Workload, layout: Layout, tokens: float, shard: Shard, work_byte
     mlp = work_bytes * (hidden + 2 * ffn)
     behind_mlp = (4 * NORM_BACKWARD_WIDE + NORM_BACKWARD_COPIES * work_bytes) * hidden
     behind_mlp -= work_bytes * (w.activation_copies * ffn + hidden)
+    last_norm = norm * hidden
+    if layout.by_tokens:
+        # Beside the gradient of the block's output all of it, gathered, and all of that of the down projection's input.
+        mlp = work_bytes * (hidden + hidden_read + ffn + ffn_read * (1 if layout.keep_inputs else 2))
+        # Behind the last norm the model's code has a tensor of all tokens, and the head a gathered input.
+        last_norm += work_bytes * hidden_read * (2 if layout.keep_inputs else 1) * (layout.x > 1)
     in_work = max(mlp, behind_mlp)
 
     # Gathered weights. Whole on each rank and in the precision of the work, the shard is the block: nothing is gathered.
@@ -172,10 +212,17 @@ def _moments(w: Workload, layout: Layout, tokens: float, shard: Shard, work_byte
 
     # The loss. Gradients that are added up over micro-batches are whole over z until they are sent.
     logits = (work_bytes + (LOSS_BYTES if layout.ranks > 1 else STOCK_LOSS_BYTES)) * tokens
-    logits *= -(-w.vocabulary // layout.x)
+    logits *= -(-w.vocabulary // layout.x) / (layout.y if layout.by_tokens else 1)
     added_up = GRADIENT_BYTES * whole if accumulates else 0.0
-    saved = w.layers * each + norm * hidden
+    saved = w.layers * each + last_norm
     yield Memory(parameters, added_up, moments, saved, at_loss, buffers, logits, "the loss")
+    if layout.by_tokens and layout.y > 1:
+        # The gradient of a y rank's logits, and that of all, gathered; the gradients of the head and of its input.
+        gathered_logits = work_bytes * tokens * -(-w.vocabulary // layout.x) * (1 + 1 / layout.y)
+        live_head = work_bytes * (hidden + hidden_read * (1 if layout.keep_inputs else 2))
+        head_gradient = added_up + work_bytes * shard.table
+        yield Memory(parameters, head_gradient, moments, saved + live_head, at_loss, buffers, gathered_logits,
+                     "the head's gradient")  # fmt: skip
 
     # Backward, ``done`` blocks before the end: everything is linear in it between the first two and the last two.
     # So many blocks' gradients are being sent, in fp32: FSDP2 waits for a block before it sends the next, streamed weights for the

@@ -18,7 +18,7 @@ from rich.progress import track
 from fourfold.planner import cluster as clusters
 from fourfold.planner.cluster import Cluster
 from fourfold.planner.compute_cost import Kernels
-from fourfold.planner.layout import Layout
+from fourfold.planner.layout import Activations, Layout
 from fourfold.planner.rehearsal import (
     Rehearsal,
     as_estimate,
@@ -45,6 +45,8 @@ def plan(
     weights: Literal["fsdp2", "streamed"] | None = None,
     precision: Literal["bf16", "fp32"] | None = None,
     checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
+    activations: Activations | None = None,
+    keep_inputs: tuple[bool, ...] = (True, False),
     reserve: float = RESERVE,
     kernels: Kernels | None = None,
     roles: Mapping[str, str] | None = None,
@@ -56,7 +58,9 @@ def plan(
     ``model`` is the path of a Hugging Face ``config.json``, such a configuration, or a module of it; ``cluster`` a preset's
     name, the path of a TOML file, or a `Cluster`. The global batch is ``sequences`` of ``length`` tokens. The formulas rank
     all; the first ``simulate`` are then simulated over their dry runs, whose memory replaces that of the formulas, and ranked
-    by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given.
+    by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given. Replicated and
+    token-sharded ``activations`` are both looked at, unless one is given; the latter with gathered inputs that are kept and
+    that come again, unless ``keep_inputs`` says which.
 
     Any other module that takes ``input_ids`` and ``labels`` and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them.
@@ -73,7 +77,8 @@ def plan(
     work = precision or precision_of(machines)
     given = _Given(source, workload, machines, kernels, sequences, length, reserve, roles, quiet, work)
     if workload is None:
-        return _without_formulas(given, ranks, weights, checkpointing, dry_runs)
+        # Few such modules can be cut by their tokens, and each try is a dry run.
+        return _without_formulas(given, ranks, weights, checkpointing, activations or "replicated", dry_runs)
     found = search(
         workload,
         machines,
@@ -84,6 +89,8 @@ def plan(
         kernels=kernels,
         weights=weights,
         checkpointing=checkpointing,
+        activations=(activations,) if activations else ("replicated", "token-sharded"),
+        keep_inputs=keep_inputs,
         reserve=reserve,
     )
     first = _worth_playing(found, simulate)
@@ -93,14 +100,20 @@ def plan(
 
 
 def _worth_playing(found: Plan, count: int) -> list[Estimate]:
-    """The first ones, and the first with y and without it, so that what y is worth is told by one measure."""
+    """The first ones, and the first with and without y and token sharding, so that what each is worth is told by one measure."""
     if not count:
         return []
     first = found.ranked[:count]
-    for has_y in (False, True):
-        if not any((e.layout.y > 1) == has_y for e in first):
-            first += [e for e in found.ranked if (e.layout.y > 1) == has_y][:1]
+    seen = {(trait, has) for e in first for trait, has in _traits(e)}
+    for e in found.ranked:
+        if not seen.issuperset(_traits(e)):
+            first.append(e)
+            seen.update(_traits(e))
     return first
+
+
+def _traits(estimate: Estimate) -> list[tuple[str, bool]]:
+    return [("y", estimate.layout.y > 1), ("by tokens", estimate.layout.by_tokens)]
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,7 @@ def _without_formulas(
     ranks: int,
     weights: Literal["fsdp2", "streamed"],
     checkpointing: tuple[Literal["none", "full"], ...],
+    activations: Activations,
     dry_runs: int,
 ) -> Plan:
     """Every grid whose data and z divide the batch, few tensor ranks first, each with one micro-batch and as many as fit."""
@@ -169,7 +183,8 @@ def _without_formulas(
             continue
         for micro_batches in divisors(given.sequences // (data * z)):
             for recompute in checkpointing:
-                layouts.append(Layout(data, z, y, x, micro_batches, recompute, 0, weights))
+                kind = activations if x * y > 1 else "replicated"
+                layouts.append(Layout(data, z, y, x, micro_batches, recompute, 0, weights, kind))
     name = type(given.source).__name__
     notes = [f"{name} has no formulas: each of its layouts was dry-run and simulated."]
     left = layouts[dry_runs:]

@@ -122,9 +122,10 @@ def rehearse_here(
         micro_batches=layout.micro_batches,
         roles=roles,
         precision=precision,
+        activations=layout.activations,
         activation_checkpointing=layout.activation_checkpointing,
         weights=layout.weights,
-        overlap=Overlap(keep_bytes=layout.keep_bytes) if layout.keep_bytes else None,
+        overlap=Overlap(keep_bytes=layout.keep_bytes, keep_inputs=layout.keep_inputs),
         target=target,
     )
     return Rehearsal(layout, done.trace, done.peak)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal
 
 from fourfold.planner.cluster import Cluster
 from fourfold.planner.compute_cost import Kernels
-from fourfold.planner.layout import FOURFOLD, Layout, Schedule
+from fourfold.planner.layout import FOURFOLD, Activations, Layout, Schedule
 from fourfold.planner.memory import WORK_BYTES
 from fourfold.planner.step_cost import Estimate, Prices, estimate_with
 from fourfold.planner.workload import Workload
@@ -111,13 +112,16 @@ def search(
     kernels: Kernels | None = None,
     weights: Literal["fsdp2", "streamed"] = "fsdp2",
     checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
+    activations: tuple[Activations, ...] = ("replicated", "token-sharded"),
+    keep_inputs: tuple[bool, ...] = (True, False),
     reserve: float = RESERVE,
     tensor_ranks_at_most: int = 1024,
 ) -> Plan:
     """All layouts, the fastest first.
 
     ``reserve`` is the part of the memory that is left to others. Kept weights are tried where weights are streamed: half of
-    them, and all. More than ``tensor_ranks_at_most`` ranks on y and x together are not looked at.
+    them, and all; token-sharded ``activations`` where there are tensor ranks, with gathered inputs that are kept and that come
+    again (``keep_inputs``). More than ``tensor_ranks_at_most`` ranks on y and x together are not looked at.
     """
     prices = Prices(workload, cluster, length, schedule, kernels)
     limit_bytes = cluster.device.memory_gib * 2**30 * (1 - reserve)
@@ -137,19 +141,52 @@ def search(
         keeps = (0, gathered_bytes // 2, gathered_bytes) if weights == "streamed" and z > 1 else (0,)
         for micro_batches in divisors(global_batch_sequences // (data * z)):
             tokens = global_batch_sequences // (data * z * micro_batches) * length
-            for recompute in checkpointing:
-                for keep_bytes in keeps:
-                    considered += 1
-                    layout = Layout(data, z, y, x, micro_batches, recompute, keep_bytes, weights)
-                    peak = prices.memory(layout, tokens)
-                    over_bytes = peak.total_bytes - limit_bytes
-                    if over_bytes > 0:
-                        reason = too_large(peak.total_bytes, limit_bytes, reserve)
-                        rejected.append(Rejected(layout, reason, over_bytes))
-                        continue
-                    ranked.append(estimate_with(prices, layout, global_batch_sequences, peak))
+            by_tokens = why_not_by_tokens(workload, y, x, tokens) if "token-sharded" in activations else None
+            if by_tokens is not None and x * y > 1:
+                considered += 1
+                layout = Layout(data, z, y, x, micro_batches, weights=weights, activations="token-sharded")
+                rejected.append(Rejected(layout, by_tokens))
+            ways = _ways(activations, keep_inputs, by_tokens is None and x * y > 1)
+            for (kind, keeps_inputs), recompute, keep_bytes in product(ways, checkpointing, keeps):
+                considered += 1
+                layout = Layout(
+                    data, z, y, x, micro_batches, recompute, keep_bytes, weights, kind, keeps_inputs
+                )
+                peak = prices.memory(layout, tokens)
+                over_bytes = peak.total_bytes - limit_bytes
+                if over_bytes > 0:
+                    reason = too_large(peak.total_bytes, limit_bytes, reserve)
+                    rejected.append(Rejected(layout, reason, over_bytes))
+                    continue
+                ranked.append(estimate_with(prices, layout, global_batch_sequences, peak))
     ranked.sort(key=lambda e: e.step_s)
     return Plan(ranked, rejected, considered, ranks, limit_bytes)
+
+
+def why_not_by_tokens(workload: Workload, y: int, x: int, tokens: int) -> str | None:
+    """Why activations cannot be cut by their tokens; None if they can. The rules are those of `parallelize`."""
+    if workload.not_by_tokens:
+        return (
+            f"token-sharded activations are refused: {workload.not_by_tokens}; use activations='replicated'"
+        )
+    for axis, ranks in (("x", x), ("y", y)):
+        if tokens % ranks:
+            return (
+                f"{axis}={ranks} does not divide the {tokens} tokens of a micro-batch, so they cannot be cut"
+            )
+    return None
+
+
+def _ways(
+    activations: tuple[Activations, ...], keep_inputs: tuple[bool, ...], by_tokens: bool
+) -> list[tuple[Activations, bool]]:
+    """(activations, are gathered inputs kept) of a grid; with one tensor rank there is nothing to cut by tokens."""
+    ways: list[tuple[Activations, bool]] = []
+    if "replicated" in activations or not by_tokens:
+        ways.append(("replicated", True))
+    if "token-sharded" in activations and by_tokens:
+        ways += [("token-sharded", keep) for keep in keep_inputs]
+    return ways
 
 
 def too_large(total_bytes: float, limit_bytes: float, reserve: float) -> str:

@@ -33,7 +33,10 @@ def show_plan(plan: Plan, cluster: Cluster, title: str, rows: int = 10, width: i
     console.print(f"[bold]{title}[/bold]: predictions, no device has run this")
     console.print(table)
     if not is_wide:
-        console.print("layout: data,z,y,x; m4: 4 micro-batches; R: activations recomputed; K: weights kept")
+        console.print(
+            "layout: data,z,y,x; m4: 4 micro-batches; T: token-sharded activations, t: with inputs gathered again; "
+            "R: activations recomputed; K: weights kept"
+        )
     console.print(f"{len(plan.ranked)} of {plan.considered} layouts can run on {plan.ranks} ranks.")
     for reason, count in Counter(_kind_of(r.reason) for r in plan.rejected).most_common(6):
         example = next(r for r in plan.rejected if _kind_of(r.reason) == reason)
@@ -118,6 +121,18 @@ def worth_of_y(plan: Plan) -> str:
         f"y = {best.layout.y} earns its place: the best layout without it, {without.layout}, takes "
         f"{without.step_s / best.step_s:.3f} x as long."
     )
+
+
+def worth_of_tokens(plan: Plan) -> str:
+    """What cutting activations by their tokens gains, or that it gains nothing; nothing to say where only one was looked at."""
+    best = plan.best
+    other = next((e for e in plan.ranked if e.layout.by_tokens != best.layout.by_tokens), None)
+    if other is None:
+        return ""
+    slower = f"{other.step_s / best.step_s:.3f} x as long"
+    if best.layout.by_tokens:
+        return f"Token-sharded activations earn their place: the best without them, {other.layout}, takes {slower}."
+    return f"The best layout has replicated activations; the best with token-sharded ones, {other.layout}, takes {slower}."
 
 
 def rate_that_hides(

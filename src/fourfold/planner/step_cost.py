@@ -12,6 +12,7 @@ prediction.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from fourfold.planner.block_cost import Pass, block_passes, ends_pass, together_s
@@ -21,6 +22,7 @@ from fourfold.planner.compute_cost import Kernels, memory_s
 from fourfold.planner.elementwise_cost import copied_bytes, optimizer_bytes
 from fourfold.planner.layout import FOURFOLD, Layout, Schedule
 from fourfold.planner.memory import Memory, Shard, memory, shard_of
+from fourfold.planner.token_block_cost import token_block_passes, token_ends_pass
 from fourfold.planner.workload import Workload
 
 
@@ -61,7 +63,7 @@ class Prices:
         self.workload, self.cluster, self.length, self.schedule = workload, cluster, length, schedule
         self.kernels = kernels or Kernels()
         self._collectives: dict[tuple[str, float, int, int], float] = {}
-        self._passes: dict[tuple[float, int, int], tuple[Pass, Pass, Pass]] = {}
+        self._passes: dict[tuple[float, int, int, str, bool], tuple[Pass, Pass, Pass]] = {}
         self._shards: dict[tuple[int, int], Shard] = {}
 
     def collective_s(self, kind: Kind, payload_bytes: float, ranks: int, inner_ranks: int) -> float:
@@ -72,18 +74,28 @@ class Prices:
             self._collectives[key] = collective_s(kind, payload_bytes, ranks, inner_ranks, self.cluster)
         return self._collectives[key]
 
-    def passes(self, tokens: float, y: int, x: int) -> tuple[Pass, Pass, Pass]:
+    def passes(
+        self, tokens: float, y: int, x: int, activations: str = "replicated", keep_inputs: bool = True
+    ) -> tuple[Pass, Pass, Pass]:
         """A block's forward, its backward, and embedding, head and loss."""
-        key = (tokens, y, x)
+        key = (tokens, y, x, activations, keep_inputs)
         if key not in self._passes:
 
-            def all_reduce(axis: str, payload_bytes: float) -> float:
+            def send(kind: Kind, axis: str, payload_bytes: float) -> float:
                 ranks, inner = (x, 1) if axis == "x" else (y, x)
-                return self.collective_s("all_reduce", payload_bytes, ranks, inner)
+                return self.collective_s(kind, payload_bytes, ranks, inner)
 
-            given = (self.cluster.device, self.kernels, self.schedule, self.cluster.slowdown, all_reduce)
-            block = block_passes(self.workload, tokens, self.length, y, x, *given)
-            self._passes[key] = (*block, ends_pass(self.workload, tokens, y, x, *given))
+            of_block = (self.workload, tokens, self.length, y, x)
+            of_ends = (self.workload, tokens, y, x)
+            given = (self.cluster.device, self.kernels, self.schedule, self.cluster.slowdown)
+            if activations == "token-sharded":
+                block = token_block_passes(*of_block, *given, send, keep_inputs=keep_inputs)
+                ends = token_ends_pass(*of_ends, *given, send, keep_inputs=keep_inputs)
+            else:
+                all_reduce = partial(send, "all_reduce")
+                block = block_passes(*of_block, *given, all_reduce)
+                ends = ends_pass(*of_ends, *given, all_reduce)
+            self._passes[key] = (*block, ends)
         return self._passes[key]
 
     def shard(self, y: int, x: int) -> Shard:
@@ -129,7 +141,9 @@ def estimate_with(
     """The same, of a search that keeps its prices, and has looked at the memory."""
     w, schedule, device = prices.workload, prices.schedule, prices.cluster.device
     tokens = prices.tokens_at_once(layout, global_batch_sequences)
-    forward, backward, ends = prices.passes(tokens, layout.y, layout.x)
+    forward, backward, ends = prices.passes(
+        tokens, layout.y, layout.x, layout.activations, layout.keep_inputs
+    )
     recomputed = layout.activation_checkpointing == "full"
     again = forward if recomputed else None
     shard = prices.shard(layout.y, layout.x)

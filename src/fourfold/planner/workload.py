@@ -47,6 +47,9 @@ class Workload:
     bias: bool = False  # every other linear of a block, and the norms
     positions: int = 0  # learned position embeddings
     activation: str = ""  # the function of an MLP, as transformers names it
+    fused_qkv: bool = False  # q, k and v are one matrix
+    norms_all_heads: bool = False  # q and k have norms over the heads of a rank together
+    not_by_tokens: str = ""  # why its activations cannot be cut by their tokens; empty if they can
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -102,6 +105,12 @@ class Workload:
     def parameters(self) -> int:
         outside = self.table * (1 if self.tied else 2) + self.positions * self.hidden
         return self.layers * self.block_parameters + outside + self.hidden * (2 if self.bias else 1)
+
+    def cuts_heads(self, parts: int) -> bool:
+        """Can attention's heads be cut into so many, whole key/value heads each? (`parallel/token_roles.py`)"""
+        if self.heads % parts or self.norms_all_heads:
+            return False
+        return self.kv_heads % parts == 0 or (parts % self.kv_heads == 0 and not self.fused_qkv)
 
     # -- work ----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool 
 
     engine = run.engine
     is_given = "activation_checkpointing" in engine.model_fields_set
+    inputs_are_given = "keep_inputs" in engine.model_fields_set
     found = plan(
         model_config(run.model),
         str(run.grid.cluster),
@@ -30,6 +31,8 @@ def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool 
         weights=engine.weights if engine.weights != "auto" else None,
         precision=engine.precision,
         checkpointing=(engine.activation_checkpointing,) if is_given else ("none", "full"),
+        activations=engine.activations if engine.activations != "auto" else None,
+        keep_inputs=(engine.keep_inputs,) if inputs_are_given else (True, False),
         quiet=quiet,
     )
     if not found.ranked:
@@ -47,6 +50,8 @@ def with_layout(run: RunConfig, layout: Layout) -> RunConfig:
     changes: dict[str, dict[str, Any]] = {
         "grid": {"auto": False, "data": layout.data, "z": layout.z, "y": layout.y, "x": layout.x},
         "engine": {
+            "activations": layout.activations,
+            "keep_inputs": layout.keep_inputs,
             "activation_checkpointing": layout.activation_checkpointing,
             "weights": layout.weights,
             "keep_weights_bytes": layout.keep_bytes,

@@ -165,6 +165,14 @@ class EngineSection(Section):
     precision: Literal["fp32", "bf16"] = Field(
         "bf16", description="Of matmuls and activations; masters are fp32."
     )
+    activations: Literal["auto", "replicated", "token-sharded"] = Field(
+        "auto",
+        description="What x and y ranks would compute and keep twice: replicated, or cut by tokens where the model allows it.",
+    )
+    keep_inputs: bool = Field(
+        True,
+        description="With token-sharded activations: gathered inputs wait for backward instead of coming twice.",
+    )
     activation_checkpointing: Literal["none", "full"] = Field(
         "none", description="Recompute activations in backward."
     )
@@ -174,6 +182,14 @@ class EngineSection(Section):
         description="With streamed weights: so many gathered bytes wait for backward instead of coming twice.",
     )
     compile: bool = Field(False, description="Refused if true: with compiled blocks a grid is not exact.")
+
+    @model_validator(mode="after")
+    def inputs_are_gathered(self) -> EngineSection:
+        if not self.keep_inputs and self.activations == "replicated":
+            raise ValueError(
+                "keep_inputs=false is for activations='token-sharded', and this is activations='replicated'; leave it true"
+            )
+        return self
 
     @model_validator(mode="after")
     def not_compiled(self) -> EngineSection:

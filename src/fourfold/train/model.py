@@ -27,9 +27,10 @@ def build_model(
         module,
         grid,
         precision=engine.precision,
+        activations=engine.activations,
         activation_checkpointing=engine.activation_checkpointing,
         weights=engine.weights,
-        overlap=Overlap(keep_bytes=engine.keep_weights_bytes),
+        overlap=Overlap(keep_bytes=engine.keep_weights_bytes, keep_inputs=engine.keep_inputs),
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
         seed=seed,
     )
