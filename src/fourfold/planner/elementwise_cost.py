@@ -48,6 +48,7 @@ def block_bytes(
     *,
     cuts_tokens_over_x: bool = False,
     by_tokens: bool = False,
+    samples: float | None = None,
 ) -> Moved:
     """Of one block, for one token; with token-sharded activations (``by_tokens``) for one of those that x and y share."""
     residual, heads = _RESIDUAL[elementwise], _HEADS[elementwise]
@@ -58,8 +59,10 @@ def block_bytes(
     if elementwise == "eager" and w.bias:
         residual = _CUT_LAYER_NORMS if cut else _LAYER_NORMS
     hidden = w.hidden / (y * (x if cuts_tokens_over_x or by_tokens else 1))
-    parts = x * y if by_tokens and w.cuts_heads(x * y) else x
+    over_y = w.core_over_y(y, x, samples) if by_tokens else "whole"
+    parts = x * y if over_y == "heads" else x
     qkv = w.q_features / parts + 2 * w.kv_features / min(parts, w.kv_heads)
+    qkv /= y if over_y == "samples" else 1
     ffn = w.ffn / (x * y if by_tokens else x)
     forward, backward = (residual[way] * hidden + heads[way] * qkv + inner[way] * ffn for way in (0, 1))
     if elementwise == "eager" and cut:

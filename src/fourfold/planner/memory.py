@@ -112,7 +112,13 @@ def saved_bytes_per_token(workload: Workload, y: int, x: int, work_bytes: int = 
 
 
 def saved_by_tokens(
-    workload: Workload, y: int, x: int, *, keep_inputs: bool, work_bytes: int = WORK_BYTES
+    workload: Workload,
+    y: int,
+    x: int,
+    *,
+    keep_inputs: bool,
+    work_bytes: int = WORK_BYTES,
+    samples: float | None = None,
 ) -> float:
     """The same with token-sharded activations, for one of the tokens that all x and y ranks share.
 
@@ -121,15 +127,21 @@ def saved_by_tokens(
     """
     w = workload
     cut = y * x
-    parts = cut if w.cuts_heads(cut) else x
-    # q and k after rotation, v, the attention's output. Of a key/value head that several ranks use, v keeps all of an x rank.
-    kv = w.kv_features / min(parts, w.kv_heads)
-    shared = parts == cut and w.kv_heads % cut != 0
-    v = w.kv_features / min(x, w.kv_heads) if shared else kv
+    over_y = w.core_over_y(y, x, samples)
+    parts = x if over_y == "whole" else cut
+    # q and k after rotation, v, the attention's output. v is in one buffer with its siblings that leave in the same way, and
+    # keeps it whole, unless a bias makes a new v, or it was copied out of it.
+    of_x = w.kv_features / min(x, w.kv_heads)
+    kv = w.kv_features / min(cut, w.kv_heads) if over_y == "heads" else of_x * x / parts
+    has_bias = w.bias or w.qkv_bias
+    if over_y == "heads":
+        v = kv if w.kv_heads % cut == 0 else of_x * (1 if has_bias else 2)
+    else:
+        v = kv if has_bias else w.q_features / parts + 2 * kv
     features = 2 * w.q_features / parts + kv + v + (w.activation_copies - 1) * w.ffn / cut
     # The inputs of down, of o (beside the attention's output, which is a part of it), of q, k, v and of gate and up.
     features += w.ffn / (x if keep_inputs else cut)
-    if keep_inputs and y > 1 and parts == cut:
+    if keep_inputs and y > 1 and over_y != "whole":
         features += w.q_features / x
     features += 2 * w.hidden / (y if keep_inputs else cut)
     norms = 2 * ((norm_bytes(w, True, work_bytes) - work_bytes) * w.hidden / cut + WIDE_BYTES / x)
@@ -142,13 +154,25 @@ def memory(
     tokens: float,
     shard: Shard | None = None,
     work_bytes: int = WORK_BYTES,
+    length: int | None = None,
 ) -> Memory:
-    """The peak of a rank that puts ``tokens`` through at a time, by category."""
+    """The peak of a rank that puts ``tokens`` through at a time, by category.
+
+    Without the ``length`` of a sequence, so many that y divides them.
+    """
     shard = shard or shard_of(workload, layout.y, layout.x)
-    return max(_moments(workload, layout, tokens, shard, work_bytes), key=_total)
+    samples = tokens / length if length else None
+    return max(_moments(workload, layout, tokens, shard, work_bytes, samples), key=_total)
 
 
-def _moments(w: Workload, layout: Layout, tokens: float, shard: Shard, work_bytes: int) -> Iterator[Memory]:
+def _moments(
+    w: Workload,
+    layout: Layout,
+    tokens: float,
+    shard: Shard,
+    work_bytes: int,
+    samples: float | None = None,
+) -> Iterator[Memory]:
     whole = w.layers * shard.block + shard.outside
     stored = whole / layout.z
     cut = layout.y * layout.x > 1
@@ -165,7 +189,12 @@ def _moments(w: Workload, layout: Layout, tokens: float, shard: Shard, work_byte
     if layout.by_tokens:
         hidden, ffn = hidden / layout.x, ffn / layout.y
         saved_bytes = saved_by_tokens(
-            w, layout.y, layout.x, keep_inputs=layout.keep_inputs, work_bytes=work_bytes
+            w,
+            layout.y,
+            layout.x,
+            keep_inputs=layout.keep_inputs,
+            work_bytes=work_bytes,
+            samples=samples,
         )
     else:
         saved_bytes = saved_bytes_per_token(w, layout.y, layout.x, work_bytes)

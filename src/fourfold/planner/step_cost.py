@@ -105,7 +105,7 @@ class Prices:
 
     def memory(self, layout: Layout, tokens: float) -> Memory:
         shard = self.shard(layout.y, layout.x)
-        return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes)
+        return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes, self.length)
 
     def tokens_at_once(self, layout: Layout, global_batch_sequences: int) -> float:
         """Tokens of one rank's micro-batch."""

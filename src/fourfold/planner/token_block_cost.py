@@ -45,10 +45,10 @@ class _Given(NamedTuple):
     keep_inputs: bool
 
 
-def groups_of(workload: Workload, y: int, x: int) -> list[Linears]:
+def groups_of(workload: Workload, y: int, x: int, samples: float) -> list[Linears]:
     w = workload
     q, kv, hidden, inner = w.q_features / x, w.kv_features / min(x, w.kv_heads), w.hidden / y, w.ffn / x
-    of_q, of_kv = head_cuts(w, y, x)
+    of_q, of_kv = head_cuts(w, y, x, samples)
     up: tuple[Cut, ...] = ("tokens", "tokens") if w.gated else ("tokens",)
     return [
         Linears(hidden, (q, kv, kv), "y", "x", "tokens", (of_q, of_kv, of_kv)),
@@ -58,10 +58,12 @@ def groups_of(workload: Workload, y: int, x: int) -> list[Linears]:
     ]
 
 
-def head_cuts(workload: Workload, y: int, x: int) -> tuple[Cut, Cut]:
+def head_cuts(workload: Workload, y: int, x: int, samples: float) -> tuple[Cut, Cut]:
     """How the second axis cuts q and attention's output, and how k and v."""
-    if not workload.cuts_heads(y * x):
-        return "whole", "whole"
+    over_y = workload.core_over_y(y, x, samples)
+    if over_y != "heads":
+        cut: Cut = "tokens" if over_y == "samples" else "whole"
+        return cut, cut
     return "features", "features" if workload.kv_heads % (y * x) == 0 else "whole"
 
 
@@ -74,11 +76,11 @@ def _forward(groups: list[Linears], given: _Given) -> tuple[float, dict[str, flo
         link[group.out_axis] += gather_s
         exposed[group.out_axis] += gather_s  # the matmuls wait for it
         pieces: list[tuple[float, float]] = []  # (multiplied, sent) one after the other
-        for features, leave in zip(group.outputs, group.leaves, strict=True):
-            own_s = _matmul_s(features, leave, group, g, "forward")
+        for leave, outputs in _alike(group):
+            features = sum(outputs)
+            own_s = sum(_matmul_s(n, leave, group, g, "forward") for n in outputs)
             payload_bytes = g.schedule.weight_bytes * g.tokens * features
             chunks = max(1, min(g.schedule.forward_chunks, int(payload_bytes // g.schedule.chunk_bytes)))
-            chunks = 1 if leave == "whole" else chunks
             sent_s = _reduce_s(group.in_axis, leave, features / chunks, g)
             pieces += [(own_s / chunks, sent_s)] * chunks
             matmul += own_s
@@ -96,16 +98,14 @@ def _backward(groups: list[Linears], given: _Given) -> tuple[float, dict[str, fl
     matmul, link, exposed = 0.0, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0}
     for group in groups:
         outputs = list(zip(group.outputs, group.leaves, strict=True))
-        arrive_s = [_gather_s(group.in_axis, leave, features, g) for features, leave in outputs]
-        input_s = [_matmul_s(features, leave, group, g, "input") for features, leave in outputs]
+        input_s = sum(_matmul_s(features, leave, group, g, "input") for features, leave in outputs)
         weight_s = sum(_matmul_s(features, leave, group, g, "weight") for features, leave in outputs)
-        matmul += sum(input_s) + weight_s
-        link[group.in_axis] += sum(arrive_s)
-        # The first gradient is waited for; the others come while it is multiplied.
+        matmul += input_s + weight_s
+        # The matmuls wait for the gradients of all siblings, which come together.
+        arrive_s = sum(_gather_s(group.in_axis, leave, sum(alike), g) for leave, alike in _alike(group))
+        link[group.in_axis] += arrive_s
+        exposed[group.in_axis] += arrive_s
         hides = g.schedule.hides_backward
-        exposed[group.in_axis] += arrive_s[0]
-        for next_s, own_s in zip(arrive_s[1:], input_s, strict=False):
-            exposed[group.in_axis] += together_s(own_s, next_s, g.slowdown) - own_s if hides else next_s
         # The sum of the input's gradient goes on behind the weights' gradients.
         sent_s = _reduce_s(group.out_axis, group.enter, group.inputs, g)
         link[group.out_axis] += sent_s
@@ -114,8 +114,16 @@ def _backward(groups: list[Linears], given: _Given) -> tuple[float, dict[str, fl
             # The input comes again, behind the matmuls of its gradient.
             again_s = _gather_s(group.out_axis, group.enter, group.inputs, g)
             link[group.out_axis] += again_s
-            exposed[group.out_axis] += together_s(sum(input_s), again_s, g.slowdown) - sum(input_s)
+            exposed[group.out_axis] += together_s(input_s, again_s, g.slowdown) - input_s
     return matmul, link, exposed
+
+
+def _alike(group: Linears) -> list[tuple[Cut, list[float]]]:
+    """Outputs that are cut in the same way: one collective serves them all."""
+    found: dict[Cut, list[float]] = {}
+    for features, leave in zip(group.outputs, group.leaves, strict=True):
+        found.setdefault(leave, []).append(features)
+    return list(found.items())
 
 
 def _gather_s(axis: str, cut: Cut, features: float, given: _Given) -> float:
@@ -138,17 +146,17 @@ def _matmul_s(features: float, leave: Cut, group: Linears, given: _Given, which:
     return pieces_in * pieces_out * matmul_s(1, *sizes, given.device, given.kernels.matmul_share)
 
 
-def _replicas(workload: Workload, y: int, x: int) -> list[tuple[str, float]]:
+def _replicas(workload: Workload, y: int, x: int, samples: float) -> list[tuple[str, float]]:
     """(axis, elements) of weights that several ranks use for other tokens, heads or rows: their gradients are summed."""
     w = workload
     hidden = w.hidden / y
     of_norms = [("x", hidden)] * (4 if w.bias else 2)
     of_rows = [("x", hidden)] * 2 if w.bias else []
-    _, of_kv = head_cuts(w, y, x)
+    of_q, of_kv = head_cuts(w, y, x, samples)
     of_columns: list[tuple[str, float]] = []
-    if (w.bias or w.qkv_bias) and w.cuts_heads(y * x):
-        of_columns += [("y", w.q_features / x)]
-        of_columns += [("y", w.kv_features / min(x, w.kv_heads))] * (2 if of_kv == "features" else 0)
+    if w.bias or w.qkv_bias:
+        of_columns += [("y", w.q_features / x)] * (of_q != "whole")
+        of_columns += [("y", w.kv_features / min(x, w.kv_heads))] * (2 * (of_kv != "whole"))
     if w.bias:
         of_columns += [("y", w.ffn / x)] * (2 if w.gated else 1)
     # Every x rank beyond the key/value heads holds all of their rows and has the gradient of its own.
@@ -175,13 +183,15 @@ def token_block_passes(
 ) -> tuple[Pass, Pass]:
     """A block's forward and backward, of ``tokens`` that all x and y ranks share; a recomputed forward is another forward."""
     w = workload
-    groups = groups_of(w, y, x)
+    samples = tokens / length
+    groups = groups_of(w, y, x, samples)
     given = _Given(tokens, {"x": x, "y": y}, device, kernels, schedule, slowdown, send, keep_inputs)
     matmul_f, link_f, exposed_f = _forward(groups, given)
     matmul_b, link_b, exposed_b = _backward(groups, given)
-    parts = x * y if w.cuts_heads(x * y) else x
+    over_y = w.core_over_y(y, x, samples)
+    parts = x * y if over_y == "heads" else x
     core_f, core_b = attention_core_s(
-        tokens,
+        tokens / y if over_y == "samples" else tokens,
         length,
         w.q_features / parts,
         w.heads / parts,
@@ -189,21 +199,20 @@ def token_block_passes(
         kernels,
         fused=schedule.attention == "flash",
     )
-    moved = block_bytes(w, y, x, schedule.elementwise, by_tokens=True)
+    moved = block_bytes(w, y, x, schedule.elementwise, by_tokens=True, samples=samples)
     elementwise_f, elementwise_b = (memory_s(kernels.memory_passes * tokens * m, device) for m in moved)
     if schedule.interleaves:
         exposed_f = in_turns(matmul_f + core_f + elementwise_f, link_f, exposed_f, slowdown)
         exposed_b = in_turns(matmul_b + core_b + elementwise_b, link_b, exposed_b, slowdown)
     statistics_s = 2 * send("all_reduce", "y", 4 * tokens / x)  # two norms; nothing hides them
-    of_q, of_kv = head_cuts(w, y, x)
+    of_q, of_kv = head_cuts(w, y, x, samples)
     if of_q == "features" and of_kv == "whole":
         # Several y ranks use one key/value head: the gradients of k and v are summed over y.
-        shared_s = 2 * send(
-            "all_reduce", "y", schedule.weight_bytes * tokens * w.kv_features / min(x, w.kv_heads)
-        )
+        kv = w.kv_features / min(x, w.kv_heads)
+        shared_s = 2 * send("all_reduce", "y", schedule.weight_bytes * tokens * kv)
         link_b["y"] += shared_s
         exposed_b["y"] += shared_s
-    for axis, elements in _replicas(w, y, x):
+    for axis, elements in _replicas(w, y, x, samples):
         replica_s = send("all_reduce", axis, schedule.gradient_bytes * elements)
         link_b[axis] += replica_s
         exposed_b[axis] += replica_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Families whose MLP has a gate (three matrices) and those that have none (two); what is unknown is refused.
 _GATED = (
@@ -111,6 +111,12 @@ class Workload:
         if self.heads % parts or self.norms_all_heads:
             return False
         return self.kv_heads % parts == 0 or (parts % self.kv_heads == 0 and not self.fused_qkv)
+
+    def core_over_y(self, y: int, x: int, samples: float | None) -> Literal["heads", "samples", "whole"]:
+        """What of attention's core y ranks share out where activations are token-sharded; samples of any number divide."""
+        if self.cuts_heads(y * x):
+            return "heads"
+        return "whole" if samples is not None and samples % y else "samples"
 
     # -- work ----------------------------------------------------------------------------------------------------
 
