@@ -34,6 +34,7 @@ def compare(shape, model, activations):
         of_block = o.module.startswith("model.layers.1") and o.phase in moved and o.work == "memory"
         if of_block and not any(word in o.name for word in NOT_TOKENS) and o.shape[:1] != (512,):
             per_token = TOKENS in o.shape or 256 in o.shape or TOKENS // 2 in o.shape
+            per_token |= o.name.startswith("aten.cat")  # gradients of siblings, in one buffer
             moved[o.phase] += o.bytes_moved if per_token else 0.0
     workload = from_config(config.to_dict())
     closed = block_bytes(workload, y, x, "eager", by_tokens=activations == "token-sharded")

@@ -25,6 +25,7 @@ _RESIDUAL = {"fused": Moved(2 * 4 + 2 * 6, 40), "eager": Moved(2 * 36 + 2 * 6, 2
 # The same of LayerNorm, which PyTorch has a kernel for; not so where its features are cut (parallel/norm.py).
 _LAYER_NORMS, _CUT_LAYER_NORMS = Moved(2 * 4 + 2 * 6, 36), Moved(2 * 60 + 2 * 6, 2 * 122)
 _BIAS = 4  # added to an output by an operator of its own, where the linear is cut
+_COPY = 4  # read and written
 # For each feature of q, k and v: rotation, and the layout that attention wants.
 _HEADS = {"fused": Moved(8, 16), "eager": Moved(17, 27)}
 # For each inner feature: the activation function, and the product with the gate if there is one.
@@ -69,6 +70,16 @@ def block_bytes(
         biased = qkv if w.qkv_bias or w.bias else 0.0
         biased += 2 * hidden + ffn if w.bias else 0.0
         forward += _BIAS * biased
+    if elementwise == "eager" and by_tokens and y > 1:
+        # What siblings share is copied apart: q, k and v where they are cut by heads; the gradients, into one buffer and, where
+        # tokens of all ranks were gathered, out of it.
+        of_kv = 2 * w.kv_features / min(x, w.kv_heads)
+        by_heads, by_samples = over_y == "heads", over_y == "samples"
+        features = w.q_features / x + (of_kv if w.kv_heads % (x * y) == 0 or not by_heads else 0.0)
+        siblings = (features if over_y != "whole" else 0.0) + (2 * w.ffn / x if w.gated else 0.0)
+        forward += _COPY * (features / y if by_heads and not w.fused_qkv else 0.0)
+        backward += _COPY * (siblings / y + (2 * w.ffn / x if w.gated else 0.0))
+        backward += _COPY * (features if by_samples else 0.0)
     return Moved(forward, backward)
 
 

@@ -210,7 +210,13 @@ def _moments(
     last_norm = norm * hidden
     if layout.by_tokens:
         # Beside the gradient of the block's output all of it, gathered, and all of that of the down projection's input.
-        mlp = work_bytes * (hidden + hidden_read + ffn + ffn_read * (1 if layout.keep_inputs else 2))
+        again = 0 if layout.keep_inputs else 1
+        mlp = work_bytes * (hidden + hidden_read + ffn + ffn_read * (1 + again))
+        if w.gated and layout.y > 1:
+            # Or, what the MLP kept being gone, the gradients of gate and up: together, gathered, and gathered each for itself.
+            gone = (w.activation_copies - 1) * ffn + (ffn if again else ffn_read)
+            siblings = hidden + 2 * ffn + 4 * ffn_read + hidden_read * (1 + again)
+            mlp = max(mlp, work_bytes * (siblings - gone))
         # Behind the last norm the model's code has a tensor of all tokens, and the head a gathered input.
         last_norm += work_bytes * hidden_read * (2 if layout.keep_inputs else 1) * (layout.x > 1)
     in_work = max(mlp, behind_mlp)
