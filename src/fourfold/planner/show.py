@@ -15,7 +15,7 @@ from fourfold.planner.search import Plan
 from fourfold.planner.step_cost import Estimate, Prices, estimate_with
 from fourfold.planner.what_if import changed
 
-_WIDE = 130  # columns of a terminal from which on every figure has one
+_WIDE = 170  # columns of a terminal from which on every figure has one
 
 
 def show_plan(plan: Plan, cluster: Cluster, title: str, rows: int = 10, width: int = 150) -> str:

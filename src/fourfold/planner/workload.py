@@ -15,6 +15,9 @@ _GATED = (
 )  # fmt: skip
 _UNGATED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "starcoder2", "gpt_bigcode", "mpt",
             "persimmon", "nemotron", "arcee", "biogpt", "codegen", "falcon")  # fmt: skip
+# Families that multiply q, k and v in one matrix, and those whose norms of q and k look at all heads of a rank.
+_FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "bloom", "mpt", "persimmon", "falcon")
+_NORMS_ALL_HEADS = ("olmo2", "olmo3")
 # The same thing in the words of several families.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -184,6 +187,8 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         bias=family in ("gpt2", "gpt_neox", "opt", "bloom", "phi", "starcoder2", "gpt_bigcode", "gptj"),
         positions=int(_first(config, "positions") or 0) if is_gpt2 else 0,
         activation=str(_first(config, "activation") or ("gelu_new" if is_gpt2 else "")),
+        fused_qkv=family in _FUSED_QKV,
+        norms_all_heads=family in _NORMS_ALL_HEADS,
     )
 
 
