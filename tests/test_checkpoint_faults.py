@@ -17,13 +17,16 @@ import torch
 import fourfold.train.checkpoint
 from fourfold import RankPool
 from fourfold.cli.main import main
+from fourfold.faults.fault import Fault, Point
+from fourfold.faults.files import damage, flip_bit, swap_files
+from fourfold.faults.plant import Planted, cut_short, in_files
 from fourfold.ranks import RankError
 from fourfold.train.checkpoint import Checkpoints, SaveError, commit, storage
 from fourfold.train.checkpoint.folder import Folder, open_folder
 from fourfold.train.checkpoint.latest import newest_valid, steps
 from fourfold.train.checkpoint.manifest import Damaged, find_damage
 from fourfold.train.checkpoint.storage import Reader
-from tests.checkpoints import advance, assert_same, die_at, numbers, save_steps, start
+from tests.checkpoints import advance, assert_same, numbers, save_steps, start
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
 
@@ -36,22 +39,21 @@ KILLS = [
     (0, "write", "manifest.json"),
     (0, "fsync", "manifest.json"),
     (0, "fsync", "step-2.tmp"),
-    (0, "before rename", "step-2.tmp"),
-    (0, "after rename", "step-2.tmp"),
+    (0, "rename", "step-2.tmp"),
+    (0, "renamed", "step-2.tmp"),
 ]
 
 
-def save_and_be_killed(folder: str, victim: int, operation: str, name: str) -> None:
+def save_and_be_killed(folder: str, victim: int, point: Point, name: str) -> None:
     training = start((1, 2, 1, 1))
     training.step = 1
     checkpoints = Checkpoints(folder)
     checkpoints.save(training)
     checkpoints.wait()
     training.step = 2
-    if torch.distributed.get_rank() == victim:
-        die_at(operation, name)
-    checkpoints.save(training)
-    checkpoints.wait()
+    with in_files(Planted([Fault("kill", point, victim, name=name)], torch.distributed.get_rank())):
+        checkpoints.save(training)
+        checkpoints.wait()
 
 
 def find_newest(folder: Path) -> int | None:
@@ -59,14 +61,14 @@ def find_newest(folder: Path) -> int | None:
     return newest_valid(steps(root), lambda s: find_damage(root.child(commit.step_name(s)), s))[0]
 
 
-@pytest.mark.parametrize(("victim", "operation", "name"), KILLS)
+@pytest.mark.parametrize(("victim", "point", "name"), KILLS)
 def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(
-    pool: RankPool, tmp_path: Path, victim: int, operation: str, name: str
+    pool: RankPool, tmp_path: Path, victim: int, point: Point, name: str
 ) -> None:
     with pytest.raises(RankError, match="SIGKILL"):
-        pool.run(save_and_be_killed, 2, str(tmp_path), victim, operation, name)
-    assert find_newest(tmp_path) == (2 if operation == "after rename" else 1)
-    if operation != "after rename":
+        pool.run(save_and_be_killed, 2, str(tmp_path), victim, point, name)
+    assert find_newest(tmp_path) == (2 if point == "renamed" else 1)
+    if point != "renamed":
         assert (tmp_path / "step-2.tmp").exists()  # it was killed in the midst of it
 
 
@@ -88,6 +90,48 @@ def test_a_run_goes_on_after_a_kill_and_saves_the_same_step_again(pool: RankPool
     assert find_newest(tmp_path) == 2
 
 
+def save_to_every_point(folder: str) -> list[str]:
+    """End the save of step 2 after each of its system calls; the calls."""
+    training = start()
+    where = Path(folder)
+    with Checkpoints(where / "whole") as checkpoints:
+        training.step = 1
+        checkpoints.save(training)
+        checkpoints.wait()
+        training.step = 2
+        with cut_short() as whole:
+            checkpoints.save(training)
+            checkpoints.wait()
+    calls = whole.done
+    for after in range(len(calls)):
+        run = where / str(after)
+        shutil.copytree(where / "whole" / "step-1", run / "step-1")
+        training.step = 2
+        checkpoints = Checkpoints(run)
+        with cut_short(after):
+            checkpoints.save(training)
+            with pytest.raises(SaveError):
+                checkpoints.wait()
+        is_there = "renamed step-2.tmp" in calls[: after + 1]
+        assert find_newest(run) == (2 if is_there else 1), calls[after]
+        assert checkpoints.load(training) == find_newest(run)
+        training.step = 2
+        if not is_there:  # the next attempt is not disturbed by what is left of this one
+            checkpoints.save(training)
+            checkpoints.wait()
+            assert find_newest(run) == 2
+    return calls
+
+
+def test_a_save_that_ends_after_any_of_its_system_calls_leaves_the_old_one_or_the_new(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    (calls,) = pool.run(save_to_every_point, 1, str(tmp_path))
+    for call in ("write manifest.json", "fsync manifest.json", "rename step-2.tmp", "renamed step-2.tmp"):
+        assert call in calls
+    assert len(calls) > 12
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
@@ -104,16 +148,8 @@ def run(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
-def flip(file: Path, bit: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[bit // 8 % len(data)] ^= 1 << bit % 8
-    file.write_bytes(data)
-
-
-def swap(file: Path, other: Path) -> None:
-    mine, theirs = file.read_bytes(), other.read_bytes()
-    file.write_bytes(theirs)
-    other.write_bytes(mine)
+def flip(file: Path, seed: int) -> None:
+    flip_bit(file, random.Random(seed))
 
 
 FILES = ("rank-0.safetensors", "rank-1.safetensors", "index.json", "state.json", "manifest.json")
@@ -123,7 +159,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "empty": lambda f: f.write_bytes(b""),
     "longer": lambda f: f.write_bytes(f.read_bytes() + b"\0"),
     "zeroed": lambda f: f.write_bytes(bytes(f.stat().st_size)),
-    "from another step": lambda f: swap(f, f.parent.parent / "step-1" / f.name),
+    "from another step": lambda f: swap_files(f, f.parent.parent / "step-1" / f.name),
 }
 
 
@@ -153,7 +189,7 @@ def test_a_missing_file_is_named_and_the_step_before_is_the_newest(run: Path, na
 
 
 def test_files_of_two_ranks_are_not_mistaken_for_each_other(run: Path) -> None:
-    swap(run / "step-2" / FILES[0], run / "step-2" / FILES[1])
+    swap_files(run / "step-2" / FILES[0], run / "step-2" / FILES[1])
     assert len(find_damage(open_folder(run / "step-2"), 2)) == 2
 
 
@@ -163,17 +199,17 @@ def test_a_checkpoint_under_another_step_is_refused(run: Path) -> None:
     assert "is of step 2" in line
 
 
-def test_every_flipped_bit_is_found(run: Path) -> None:
-    choose = random.Random(0)
+def test_every_damage_is_found(run: Path) -> None:
+    """Flipped, cut, longer, gone, zeroed, in another order: `benchmarks.faults` draws a thousand."""
     folder = open_folder(run / "step-2")
-    for _ in range(300):
-        file = run / "step-2" / choose.choice(FILES)
-        before = file.read_bytes()
-        flip(file, choose.randrange(8 * len(before)))
+    for seed in range(200):
+        shutil.copytree(run / "step-2", run / "whole")
+        file, way = damage(run / "step-2", seed)
         found = find_damage(folder, 2)
-        assert len(found) == 1
+        assert len(found) == 1, (seed, way)
         assert file.name in found[0]
-        file.write_bytes(before)
+        shutil.rmtree(run / "step-2")
+        (run / "whole").rename(run / "step-2")
     assert find_damage(folder, 2) == []
 
 
@@ -299,6 +335,37 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(pool: RankPool, tmp_path: Pa
         )
         assert "rank 0" not in message
     assert steps(open_folder(tmp_path)) == [1, 2]
+
+
+def errors_in_saves(folder: str, trials: int) -> int:
+    """Errors at drawn writes of drawn ranks: how many saves said that they failed."""
+    training = start((1, 2, 1, 1))
+    failed = 0
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(training)
+        checkpoints.wait()
+        for seed in range(trials):
+            choose = random.Random(seed)
+            rank = choose.randrange(2)
+            files = ["rank-*.safetensors"] + ([] if rank else ["index.json", "state.json", "manifest.json"])
+            action = choose.choice(["eio", "enospc"])
+            point: Point = "write" if action == "enospc" else choose.choice(["write", "fsync"])
+            fault = Fault(action, point, rank, name=choose.choice(files))  # type: ignore[arg-type]
+            training.step = 1
+            with in_files(Planted([fault], torch.distributed.get_rank())):
+                checkpoints.save(training)
+                with pytest.raises(SaveError, match=f"rank {rank}") as caught:
+                    checkpoints.wait()
+            assert fault.name.strip("rank-*") in str(caught.value)
+            failed += 1
+            assert find_newest(Path(folder)) == 0
+        checkpoints.save(training)
+    return failed
+
+
+def test_no_error_of_a_disk_is_taken_for_success(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(errors_in_saves, 2, str(tmp_path), 20) == [20, 20]
+    assert find_newest(tmp_path) == 1
 
 
 def not_shared(folder: str) -> str:

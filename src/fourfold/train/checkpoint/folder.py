@@ -55,6 +55,29 @@ def open_folder(where: str | os.PathLike[str]) -> Folder:
     return RemoteFolder.open(text) if "://" in text else LocalFolder(Path(text))
 
 
+class FileCalls:
+    """The system calls that change a folder on a disk; in one place, so that a fault can be planted in each of them."""
+
+    def write(self, descriptor: int, view: memoryview, path: Path) -> int:
+        # The kernel may take less than it is given.
+        return os.write(descriptor, view)
+
+    def fsync(self, descriptor: int, path: Path) -> None:
+        os.fsync(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+calls = FileCalls()
+
+
 class LocalFolder:
     """On a disk, or on a file system that all ranks share."""
 
@@ -94,11 +117,10 @@ class LocalFolder:
                 for part in parts:
                     view = memoryview(part).cast("B")
                     while view:
-                        # The kernel may take less than it is given.
-                        count = file.write(view[:AT_ONCE_BYTES])
+                        count = calls.write(file.fileno(), view[:AT_ONCE_BYTES], path)
                         digest.update(view[:count])
                         size, view = size + count, view[count:]
-                os.fsync(file.fileno())
+                calls.fsync(file.fileno(), path)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 way = "free space there, or save elsewhere"
@@ -123,15 +145,11 @@ class LocalFolder:
     def rename(self, name: str, to: str) -> None:
         """For good: what was written into it, its new name, all or nothing; an occupied name is an error."""
         sync_folder(self.path / name)
-        os.rename(self.path / name, self.path / to)
+        calls.rename(self.path / name, self.path / to)
         sync_folder(self.path)
 
     def remove(self, name: str) -> None:
-        path = self.path / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        calls.remove(self.path / name)
 
 
 class RemoteFolder:
@@ -209,6 +227,6 @@ def sync_folder(path: Path) -> None:
     """Names are for good only when the folder that holds them is synced."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        calls.fsync(descriptor, path)
     finally:
         os.close(descriptor)
