@@ -29,11 +29,12 @@ class Injector(Callback):
     """Put it first among the callbacks: what it disturbs, the others are to notice."""
 
     def __init__(self, faults: Sequence[Fault], *, spent: Path | None = None) -> None:
-        self._planted = Planted(faults, dist.get_rank(), spent)
+        self._faults, self._spent = faults, spent
+        self._planted = Planted([], 0)
 
     @contextmanager
     def around_run(self, trainer: Trainer) -> Iterator[None]:
-        planted = self._planted
+        self._planted = planted = Planted(self._faults, dist.get_rank(), self._spent)
         points = {fault.at for fault in planted.faults}
         with ExitStack() as ends:
             ends.enter_context(in_files(planted))

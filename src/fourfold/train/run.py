@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,19 +13,22 @@ from fourfold.train.automatic import choose_layout
 from fourfold.train.checkpoint.save import Checkpoints
 from fourfold.train.config import RunConfig
 from fourfold.train.stop import StopRequest
-from fourfold.train.trainer import Trainer
+from fourfold.train.trainer import Callback, Trainer
 from fourfold.train.watchers import callbacks_of
 
 
-def train(run: RunConfig) -> bool:
-    """Train to the end of the schedule; False if it was asked to stop before, and has saved."""
+def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
+    """Train to the end of the schedule; False if it was asked to stop before, and has saved.
+
+    ``first`` come before the callbacks that the run's file asks for.
+    """
     is_ours = not dist.is_initialized()
     if is_ours:
         join_world()
     with ExitStack() as ends:
         run = on_all_ranks(run)
         shape = (run.grid.data, run.grid.z, run.grid.y, run.grid.x)
-        trainer = Trainer(run, Grid.create(shape), callbacks_of(run))
+        trainer = Trainer(run, Grid.create(shape), [*first, *callbacks_of(run)])
         checkpoints = ends.enter_context(Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep))
         stop = StopRequest()
         with stop.listening():
