@@ -10,6 +10,7 @@ import pytest
 
 from fourfold import RankPool
 from fourfold.cli import drill as command
+from fourfold.cli.main import main
 from fourfold.faults import drill
 from fourfold.faults.fault import Fault, random_kill
 from fourfold.faults.injector import Injector
@@ -89,7 +90,9 @@ def launch_on(pool: RankPool, file: Path, shape: Sequence[int]) -> drill.Launch:
 
 
 def options(folder: Path, **given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"folder": folder, "seed": 3, "set": [], "file": None} | given)
+    return argparse.Namespace(
+        **{"folder": folder, "seed": 3, "set": [], "file": None, "timeout_s": 5.0} | given
+    )
 
 
 def test_every_exercise_of_a_drill_comes_out_right(
@@ -100,7 +103,7 @@ def test_every_exercise_of_a_drill_comes_out_right(
     status = command.drill(options(tmp_path / "drill"), config, 2, [], launch)
     said = capsys.readouterr().out
     assert status == 0, said
-    assert said.count("right") == 1 + len(drill.exercises(2, 2, 3))
+    assert said.count("right") == 1 + len(drill.exercises(2, 2, 3, 5.0))
     assert "SIGKILL" in (tmp_path / "drill/01/logs/error.txt").read_text()
 
 
@@ -131,3 +134,22 @@ def test_a_fault_of_a_rank_that_is_not_there_is_refused(run_file: Path, tmp_path
     fault = Fault("kill", "step", rank=7)
     with pytest.raises(ValueError, match="rank 7, and the run has 2 ranks"):
         command.drill(options(tmp_path / "d"), load_run(run_file), 2, [fault], lambda c, f: 0)
+
+
+def test_a_run_on_a_cluster_is_compared_by_its_checkpoints(
+    pool: RankPool, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `fourfold drill` does as a rank, and `--compare` after it."""
+    words = ["drill", str(run_file), "--folder", str(tmp_path)]
+    assert pool.run(as_rank, 1, words) == [0]
+    with pytest.raises(RankError, match="SIGKILL"):
+        pool.run(as_rank, 1, [*words, "--fault", "kill:at=optimizer,step=5"])
+    assert pool.run(as_rank, 1, [*words, "--fault", "kill:at=optimizer,step=5"]) == [0]  # it happens once
+    assert main([*words, "--compare"]) == 0
+    drill.damage(tmp_path / "disturbed/checkpoints/step-8", 0)
+    assert main([*words, "--compare"]) == 1
+    assert "no valid checkpoint of step 8" in capsys.readouterr().out
+
+
+def as_rank(words: list[str]) -> int:
+    return main(words)

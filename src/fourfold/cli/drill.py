@@ -42,6 +42,12 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of which ranks and steps are disturbed (0)")
     parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=20.0,
+        help="that ranks wait for one that is stopped; more than a step takes (20)",
+    )
+    parser.add_argument(
         "--fault",
         action="append",
         default=[],
@@ -88,7 +94,7 @@ def drill(
                 f"{fault} is of rank {fault.rank}, and the run has {ranks} ranks, 0 to {ranks - 1}"
             )
     wanted = [Exercise(str(fault), fault) for fault in faults]
-    wanted = wanted or exercises(ranks, config.grid.data, options.seed)
+    wanted = wanted or exercises(ranks, config.grid.data, options.seed, options.timeout_s)
     clear(options.folder)
     bad = 0
     for outcome in outcomes(options.folder.resolve(), wanted, launch, seed=options.seed):

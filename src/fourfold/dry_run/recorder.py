@@ -231,6 +231,8 @@ class Recorder(TorchDispatchMode):
             phase, _ = self._where()
             self.events.append(Wait(phase, start.module, start.axis, start.kind, start.purpose))
 
+    def failed(self, flight: Flight, error: Exception) -> None: ...
+
     def _label_new(self, tensors: tuple[Tensor, ...], category: Category) -> None:
         for tensor in tensors:
             if self._categories[self._storage(tensor)] == "activations":

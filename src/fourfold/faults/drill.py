@@ -11,8 +11,9 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from fourfold.faults.fault import Fault
 from fourfold.faults.files import damage
@@ -20,9 +21,11 @@ from fourfold.train.checkpoint.commit import step_name
 from fourfold.train.checkpoint.folder import open_folder
 from fourfold.train.checkpoint.latest import steps
 from fourfold.train.checkpoint.manifest import find_damage, read_json, read_manifest
-from fourfold.train.checkpoint.storage import VALUES
+from fourfold.train.checkpoint.state import VALUES
+from fourfold.train.metrics import read_metrics
 
 STEPS, SAVE_EVERY = 8, 2
+SLOWER = 2.0  # times a usual step, that a slow rank sleeps in each
 # Starts the ranks with these changes of the run's file and these faults; what they end with.
 Launch = Callable[[Sequence[str], Sequence[Fault]], int]
 
@@ -39,6 +42,8 @@ class Exercise:
     shows: Callable[[Path, Fault], list[str]] = lambda folder, fault: []
     # Is its end that of the undisturbed run? Not if a step was left out.
     exact: bool = True
+    # Of the run's file, for this alone.
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,19 +54,19 @@ class Outcome:
     wrong: list[str]  # nothing, if all is as it should be
 
 
-def exercises(ranks: int, replicas: int, seed: int) -> list[Exercise]:
+def exercises(ranks: int, replicas: int, seed: int, timeout_s: float) -> list[Exercise]:
     """What is disturbed, on drawn ranks in drawn steps; without other ranks nobody can wait for one."""
     choose = random.Random(seed)
 
-    def somewhere() -> dict[str, int]:
-        return {"rank": choose.randrange(ranks), "step": choose.randint(SAVE_EVERY + 1, STEPS - 1)}
+    def somewhere() -> tuple[int, int]:
+        return choose.randrange(ranks), choose.randint(SAVE_EVERY + 1, STEPS - 1)
 
     def saving() -> int:
         return choose.randrange(SAVE_EVERY * 2, STEPS, SAVE_EVERY)
 
     found = [
-        Exercise("a rank is killed in forward", Fault("kill", "forward", **somewhere())),
-        Exercise("a rank is killed in the optimizer", Fault("kill", "optimizer", **somewhere())),
+        Exercise("a rank is killed in forward", Fault("kill", "forward", *somewhere())),
+        Exercise("a rank is killed in the optimizer", Fault("kill", "optimizer", *somewhere())),
         Exercise(
             "a rank is killed while it writes its weights",
             Fault("kill", "write", choose.randrange(ranks), saving(), "rank-*.safetensors"),
@@ -70,11 +75,57 @@ def exercises(ranks: int, replicas: int, seed: int) -> list[Exercise]:
         Exercise("the disk is full", Fault("enospc", "write", choose.randrange(ranks), saving())),
         Exercise("a file of the newest checkpoint is damaged", None),
     ]
+    found.append(
+        Exercise(
+            "a gradient is no number",
+            Fault("nan", "gradients", *somewhere(), seed=seed),
+            goes_on=True,
+            exact=False,
+            shows=lambda run, fault: _figure(run, "skipped_steps", 1),
+        )
+    )
+    if replicas > 1:
+        found.append(
+            Exercise(
+                "a bit of a replica's weights is flipped",
+                Fault("flip", "step", *somewhere(), seed=seed),
+                goes_on=True,
+                shows=lambda run, fault: _figure(run, "rollbacks", 1),
+            )
+        )
     if ranks > 1:
-        found.insert(
-            2, Exercise("a rank is killed in a collective", Fault("kill", "collective", **somewhere()))
+        found.append(Exercise("a rank is killed in a collective", Fault("kill", "collective", *somewhere())))
+        found.append(
+            Exercise(
+                "a rank is slow",
+                Fault("slow", "step", choose.randrange(ranks), 1, steps=STEPS),
+                goes_on=True,
+                shows=lambda run, fault: _figure(run, "straggler", fault.rank),
+                changes=("reliability.check_every_steps=2",),
+            )
+        )
+        found.append(
+            Exercise(
+                "a rank is stopped",
+                Fault("stop", "forward", *somewhere()),
+                shows=_names_the_stopped,
+                changes=(f"reliability.timeout_s={timeout_s:g}",),
+            )
         )
     return found
+
+
+def _figure(run: Path, name: str, expected: float) -> list[str]:
+    found = read_metrics(run / "logs")[-1].get(name)
+    return [] if found == expected else [f"{name} is {found} at the end, not {expected}"]
+
+
+def _names_the_stopped(run: Path, fault: Fault) -> list[str]:
+    summary = run / "logs" / "hang" / "summary.txt"
+    said = summary.read_text() if summary.exists() else "nothing"
+    return (
+        [] if f"rank {fault.rank} never arrived" in said else [f"rank {fault.rank} is not named: {said:.300}"]
+    )
 
 
 def drill(folder: Path, wanted: Sequence[Exercise], launch: Launch, *, seed: int = 0) -> Iterator[Outcome]:
@@ -93,8 +144,9 @@ def drill(folder: Path, wanted: Sequence[Exercise], launch: Launch, *, seed: int
 
 
 def _one(run: Path, exercise: Exercise, launch: Launch, undisturbed: Path, seed: int) -> list[str]:
-    changes = changes_for(run)
-    if exercise.fault is None:
+    changes = [*changes_for(run), *exercise.changes]
+    fault = exercise.fault
+    if fault is None:
         shutil.copytree(undisturbed, run)
         file, way = damage(run / "checkpoints" / step_name(STEPS), seed)
         code = launch(changes, [])
@@ -103,8 +155,11 @@ def _one(run: Path, exercise: Exercise, launch: Launch, undisturbed: Path, seed:
         return (
             wrong + ([] if aside else [f"{way} of {file.name} was not noticed"]) + compare(run, undisturbed)
         )
-    code = launch(changes, [exercise.fault])
-    wrong = exercise.shows(run, exercise.fault)
+    if fault.action == "slow" and not fault.seconds:
+        usual_s = median(figures["seconds"] for figures in read_metrics(undisturbed / "logs"))
+        fault = replace(fault, seconds=round(max(0.2, SLOWER * usual_s), 3))
+    code = launch(changes, [fault])
+    wrong = exercise.shows(run, fault)
     if exercise.goes_on:
         wrong += [] if code == 0 else [f"it ended with status {code}, where it should have gone on"]
     else:

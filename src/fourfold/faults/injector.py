@@ -82,6 +82,8 @@ class Injector(Callback):
 
     def waited(self, flight: Flight) -> None: ...
 
+    def failed(self, flight: Flight, error: Exception) -> None: ...
+
     def _entering(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             self._planted.meet("forward", name)

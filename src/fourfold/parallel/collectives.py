@@ -93,6 +93,9 @@ class Observer(Protocol):
 
     def waited(self, flight: Flight) -> None: ...
 
+    def failed(self, flight: Flight, error: Exception) -> None:
+        """The wait for it has failed: a peer is gone, or time is up."""
+
 
 class Turns(Protocol):
     """Where the halves of a batch change over (`interleave.py`)."""
@@ -288,8 +291,13 @@ class Collectives:
             busy_before_s = busy_s() if self._busy_in_waits_s is not None else 0.0
             start_ns = time.time_ns()
             start = self._clock.mark()
-            # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
-            work.wait()
+            try:
+                # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
+                work.wait()
+            except RuntimeError as error:
+                for observer in self.observers if flight is not None else ():
+                    observer.failed(flight, error)  # type: ignore[arg-type]
+                raise
             end = self._clock.mark()
             end_ns = time.time_ns()
             if self._busy_in_waits_s is not None:

@@ -9,6 +9,7 @@ it would have.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from fourfold.train.data.mixture import check_identity, open_mixture
 from fourfold.train.data.packing import check_documents_stay_apart
 from fourfold.train.model import build_model
 from fourfold.train.optimizers import build_optimizer
+from fourfold.train.rollback import Rollbacks
 from fourfold.train.schedule import rate_of_step
 from fourfold.train.stop import StopRequest
 from fourfold.train.update import update
@@ -79,6 +81,9 @@ class Callback:
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None: ...
 
+    def on_save(self, trainer: Trainer) -> None:
+        """A checkpoint is about to be saved: what of this callback decides how the run goes on, into `Training.beside`."""
+
     def on_rollback(self, trainer: Trainer) -> None:
         """The run has been set back to an earlier step."""
 
@@ -115,6 +120,7 @@ class Trainer:
         )
         self.beside_s: defaultdict[str, float] = defaultdict(float)  # on this host, by what it was spent on
         self.place = "the start"  # in words, for the report of a hang
+        self.back = Rollbacks()
         self._clock = clock_of(grid.device.type)
 
     @property
@@ -146,14 +152,28 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_step(self, result)
             stops = stop is not None and stop.agreed()
-            if checkpoints is not None and (stops or self.is_saved_at(self.step)):
-                with self.beside("checkpoint"):
-                    checkpoints.save(self.training)
+            if self.back.is_asked:
+                batches = self._go_back(checkpoints)
+            elif checkpoints is not None and (stops or self.is_saved_at(self.step)):
+                self._save(checkpoints)
         if checkpoints is not None:
             with self.beside("checkpoint"):
                 checkpoints.wait()
         for callback in self.callbacks:
             callback.on_end(self)
+
+    def _save(self, checkpoints: Checkpoints) -> None:
+        with self.beside("checkpoint"):
+            for callback in self.callbacks:
+                callback.on_save(self)
+            checkpoints.save(self.training)
+
+    def _go_back(self, checkpoints: Checkpoints | None) -> Iterator[Batch]:
+        with self.beside("rollback"):
+            self.back.go(self.training, checkpoints)
+        for callback in self.callbacks:
+            callback.on_rollback(self)
+        return self.loader.batches(int(self.training.data["samples"]))
 
     def is_saved_at(self, step: int) -> bool:
         """Is there a checkpoint due behind this step? Every so many steps, and at the end."""
@@ -204,9 +224,9 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_gradients(self)
             self.place = "clipping"
-            norm = None
-            if self.run.optimizer.max_norm is not None:
-                norm = clip_grad_norm_(self.model.parameters(), self.run.optimizer.max_norm, self.grid)
+            norm, max_norm = None, self.run.optimizer.max_norm
+            if max_norm is not None or self.run.reliability.skip_bad_steps:
+                norm = clip_grad_norm_(self.model.parameters(), max_norm or math.inf, self.grid)
             self.place = "the optimizer"
             flags = [callback.refuses(self, loss, norm) for callback in self.callbacks]
             update(self.optimizer, [flag for flag in flags if flag is not None])

@@ -12,14 +12,16 @@ from torch import Tensor
 def update(optimizer: torch.optim.Optimizer, refusals: Sequence[Tensor] = ()) -> None:
     """Step, if none of the flags is set.
 
-    On CUDA the host does not wait for the flag where the optimizer can read it on the device, as fused AdamW can: that
-    is the contract of `torch.amp.GradScaler` (``found_inf``). Other optimizers cost a wait there, before each step.
+    The host does not wait for the flag where the optimizer can read it on the device, as fused AdamW can: that is the
+    contract of `torch.amp.GradScaler` (``found_inf``). Other optimizers cost a wait on CUDA, before each step.
     """
     if not refusals:
         optimizer.step()
         return
     refused = reduce(torch.logical_or, refusals)
-    if refused.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        g["fused"] for g in optimizer.param_groups
+    ):
         optimizer.found_inf, optimizer.grad_scale = refused.float(), None  # type: ignore[attr-defined]
         try:
             optimizer.step()

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import xxhash
 
+from fourfold.outside import open_file
+
 AT_ONCE_BYTES = (
     64 * 2**20
 )  # of one call of write: what is hashed between two calls is warm in no cache, and bounded
@@ -131,7 +133,7 @@ class LocalFolder:
         return FileRecord(size, digest.hexdigest())
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        with open(self.path / name, "rb", buffering=0) as file:
+        with open(open_file(self.path / name), "rb", buffering=0) as file:
             stop = os.fstat(file.fileno()).st_size if stop is None else stop
             parts = []
             while start < stop:

@@ -53,9 +53,9 @@ def remove(root: Folder, old: list[int]) -> None:
         root.remove(step_name(step))
 
 
-def set_aside(root: Folder, step: int) -> str:
-    """Rename a damaged checkpoint, so that its step can be saved again and somebody can look at it; its new name."""
+def set_aside(root: Folder, step: int, why: str) -> str:
+    """Rename a checkpoint, so that its step can be saved again and somebody can look at it; its new name."""
     taken = set(root.names())
-    new = next(name for i in range(len(taken) + 1) if (name := f"{step_name(step)}.damaged-{i}") not in taken)
+    new = next(name for i in range(len(taken) + 1) if (name := f"{step_name(step)}.{why}-{i}") not in taken)
     root.rename(step_name(step), new)
     return new
