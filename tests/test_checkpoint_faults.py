@@ -30,16 +30,10 @@ from tests.checkpoints import advance, assert_same, numbers, save_steps, start
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
 
+# In processes that are really killed; every system call of a save is the test below, and the drawn kills of
+# `benchmarks.faults` meet the rest.
 KILLS = [
-    (0, "write", "rank-0.safetensors"),
     (1, "write", "rank-1.safetensors"),
-    (1, "fsync", "rank-1.safetensors"),
-    (0, "write", "index.json"),
-    (0, "write", "state.json"),
-    (0, "write", "manifest.json"),
-    (0, "fsync", "manifest.json"),
-    (0, "fsync", "step-2.tmp"),
-    (0, "rename", "step-2.tmp"),
     (0, "renamed", "step-2.tmp"),
 ]
 
