@@ -161,6 +161,13 @@ class Cluster:
         _limit(self.run_name, self.hosts, mbit, "change")
         self.mbit = mbit
 
+    def cut(self, host: int) -> None:
+        """Take a host off the switch: what is sent to it or by it is lost, and nobody is told."""
+        _call("ip", "-n", _switch(self.run_name), "link", "set", f"port{host}", "down")
+
+    def mend(self, host: int) -> None:
+        _call("ip", "-n", _switch(self.run_name), "link", "set", f"port{host}", "up")
+
     def measure(self) -> Bandwidth:
         """Between hosts 0 and 1, one way after the other, and within host 0; takes about 1.5 s."""
         if self.hosts < 2:

@@ -1,8 +1,5 @@
-"""A small run to save and load, and faults to plant while it is saved."""
+"""A small run to save and load."""
 
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +8,6 @@ from torch import Tensor
 import fourfold as ff
 from fourfold import Grid
 from fourfold.train.checkpoint import Checkpoints, Training
-from fourfold.train.checkpoint import folder as folders
 from tests.models import batch, build, local_parameters
 
 Shape = tuple[int, int, int, int]
@@ -64,48 +60,3 @@ def save_steps(folder: str, shape: Shape, steps: int, **options: Any) -> None:
         for _ in range(steps):
             advance(training)
             checkpoints.save(training)
-
-
-def die_at(operation: str, name: str) -> None:
-    """From now on this process kills itself in the middle of an operation on a file or folder of that name."""
-    fsync, rename, plain_open = os.fsync, os.rename, open
-
-    def die() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def dying_fsync(descriptor: int) -> None:
-        if operation == "fsync" and Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == name:
-            die()
-        fsync(descriptor)
-
-    def dying_rename(source: Path, target: Path) -> None:
-        if operation == "before rename" and Path(source).name == name:
-            die()
-        rename(source, target)
-        if operation == "after rename" and Path(source).name == name:
-            die()
-
-    class DyingFile:
-        def __init__(self, file: Any) -> None:
-            self._file = file
-
-        def __enter__(self) -> "DyingFile":
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            self._file.close()
-
-        def fileno(self) -> int:
-            return int(self._file.fileno())
-
-        def write(self, view: memoryview) -> int:
-            self._file.write(view[: len(view) // 2])
-            die()
-            return 0
-
-    def dying_open(path: Path, mode: str, **options: Any) -> Any:
-        file = plain_open(path, mode, **options)
-        return DyingFile(file) if operation == "write" and "x" in mode and Path(path).name == name else file
-
-    os.fsync, os.rename = dying_fsync, dying_rename  # type: ignore[assignment]
-    folders.open = dying_open  # type: ignore[attr-defined]

@@ -63,6 +63,25 @@ def test_each_end_of_a_link_limits_by_itself(unlimited: str) -> None:
 
 
 @needs_network
+def test_a_host_whose_link_is_cut_is_heard_of_no_more_until_it_is_mended() -> None:
+    connect = "import socket, sys; socket.create_connection((sys.argv[1], 9), 0.5)"
+
+    def asked(source: int, target: int) -> str:
+        """Nobody listens: who is there says so."""
+        host = f"{network.run_name}-host{source}"
+        command = ["ip", "netns", "exec", host, sys.executable, "-c", connect, network.address(target)]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+    with Cluster(hosts=3, mbit=100) as network:
+        assert "ConnectionRefusedError" in asked(0, 1)
+        network.cut(1)
+        assert "TimeoutError" in asked(0, 1)
+        assert "ConnectionRefusedError" in asked(0, 2)
+        network.mend(1)
+        assert "ConnectionRefusedError" in asked(0, 1)
+
+
+@needs_network
 def test_all_reduce_of_torchrun_ranks_takes_the_time_of_the_rate_and_ranks_change_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,11 +64,9 @@ class Grid:
         if not dist.is_initialized():
             _start_process_group(device, timeout_s)
         _check_world(sizes, dist.get_world_size())
-        mesh = _mesh(device.type, sizes)
-        for axis, size in zip(AXES, sizes, strict=True):
-            if size > 1:
-                _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(axis))
-        return Grid.from_mesh(mesh, device)
+        grid = Grid.from_mesh(_mesh(device.type, sizes), device)
+        grid.set_timeout(timeout_s)
+        return grid
 
     @staticmethod
     def from_mesh(mesh: DeviceMesh, device: torch.device, *, target: str | None = None) -> Grid:
@@ -83,6 +81,12 @@ class Grid:
         data, z, y, x = mesh.shape
         target = target or device.type
         return Grid(data, z, y, x, mesh, device, Collectives(mesh, target), target)
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long a collective of an axis may take, from now on, before its ranks give up."""
+        for axis in AXES:
+            if self.size(axis) > 1:
+                _set_pg_timeout(timedelta(seconds=seconds), self.mesh.get_group(axis))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

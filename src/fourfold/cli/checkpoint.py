@@ -84,13 +84,13 @@ def show(options: argparse.Namespace) -> int:
     from fourfold.grid import AXES
     from fourfold.train.checkpoint.folder import open_folder
     from fourfold.train.checkpoint.index import tensors
-    from fourfold.train.checkpoint.manifest import read_json
-    from fourfold.train.checkpoint.storage import VALUES, Reader
+    from fourfold.train.checkpoint.state import read_values
+    from fourfold.train.checkpoint.storage import Reader
 
     root = open_folder(options.folder)
     step = _steps(root, options.step)[-1]
     reader = Reader(root, step)
-    values = read_json(reader.folder, VALUES)
+    values = read_values(reader.folder)
     print(
         f"{reader.folder}, saved {values['saved_at']} on "
         + ", ".join(f"{axis}={size}" for axis, size in zip(AXES, values["grid"], strict=True))

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fourfold.cli import calibrate, checkpoint, data, dryrun, export, init, launch, plan, report, train
+from fourfold.cli import calibrate, checkpoint, data, drill, dryrun, export, init, launch, plan, report, train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add_to(commands)
     report.add_to(commands)
     launch.add_to(commands)
+    drill.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

@@ -131,8 +131,8 @@ class Recorder(TorchDispatchMode):
             stack.callback(register_module_forward_hook(leave, always_call=True).remove)
             torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
             stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
-            self.grid.collectives.observer = self
-            stack.callback(setattr, self.grid.collectives, "observer", None)
+            self.grid.collectives.observers.append(self)
+            stack.callback(self.grid.collectives.observers.remove, self)
             with self:
                 yield
 
@@ -232,6 +232,8 @@ class Recorder(TorchDispatchMode):
             start = self._flights.pop(id(flight))[1]
             phase, _ = self._where()
             self.events.append(Wait(phase, start.module, start.axis, start.kind, start.purpose))
+
+    def failed(self, flight: Flight, error: Exception) -> None: ...
 
     def _label_new(self, tensors: tuple[Tensor, ...], category: Category) -> None:
         for tensor in tensors:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from fourfold import outside
 from fourfold.dry_run.blocks import find_repeated, shallow_copy
 from fourfold.dry_run.events import Operation, Start, Trace
 from fourfold.dry_run.expand import NotPeriodic, expand
@@ -227,7 +228,7 @@ def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
     if isinstance(model, (str, Path)):
         if (isinstance(model, Path) or model.endswith(".json")) and not Path(model).exists():
             raise ValueError(f"there is no config {model}; give the path of a Hugging Face config.json")
-        model = transformers.AutoConfig.from_pretrained(model)
+        model = outside.model_config(model)
     with torch.device("meta"):
         module: nn.Module = transformers.AutoModelForCausalLM.from_config(model)
     return module

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fourfold.outside import open_file
+
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_DIMS = 64  # the limit of PyTorch
 STAGING_BYTES = 4 * 2**20  # at most two such buffers live at a time: one to cast, one to slice rows
@@ -140,9 +142,9 @@ class CheckpointFiles:
             raise ValueError(f"{self.path}: is closed")
         if path not in self._files:
             try:
-                descriptor = os.open(path, os.O_RDONLY)
+                descriptor = open_file(path)
             except OSError as error:
-                raise ValueError(f"{path}: cannot be opened ({error.strerror})") from error
+                raise ValueError(f"{path}: cannot be opened ({error.strerror or error})") from error
             try:
                 self._files[path] = _File(path, descriptor, _parse_header(path, descriptor))
             except BaseException:

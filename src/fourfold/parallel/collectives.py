@@ -82,7 +82,7 @@ class Entry:
 
 @dataclass
 class Flight:
-    """One collective, from its start to its end, and the waits for it; made for a timeline alone."""
+    """One collective, from its start to its end, and the waits for it; made for those alone who ask for it."""
 
     axis: Axis
     kind: Kind
@@ -93,6 +93,8 @@ class Flight:
     # When it was complete. On CUDA the host does not learn that: the profiler shows the kernel.
     done_ns: int | None = None
     waits_ns: list[tuple[int, int]] = field(default_factory=list)
+    # None where the back end gives none, as to FSDP2 on CUDA.
+    work: dist.Work | None = field(default=None, repr=False, compare=False)
 
 
 class Observer(Protocol):
@@ -101,6 +103,9 @@ class Observer(Protocol):
     def started(self, flight: Flight, *tensors: Tensor) -> None: ...
 
     def waited(self, flight: Flight) -> None: ...
+
+    def failed(self, flight: Flight, error: Exception) -> None:
+        """The wait for it has failed: a peer is gone, or time is up."""
 
 
 class Turns(Protocol):
@@ -157,7 +162,7 @@ class Collectives:
         self._clock = clock_of(mesh.device_type)
         self._unread: list[tuple[_Key, Any, Any]] = []
         self._flights: list[Flight] | None = None
-        self.observer: Observer | None = None
+        self.observers: list[Observer] = []
         self._busy_in_waits_s: float | None = None
         # Who else may work while something is in flight: nobody, unless the halves of a batch take turns.
         self.turns: Turns = Alone()
@@ -263,12 +268,18 @@ class Collectives:
         """Put a collective on the account; a flight, if somebody records."""
         payload_bytes = payload.numel() * payload.element_size()
         self._add(Entry(axis, kind, purpose, self.size(axis), 1, payload_bytes))
-        if self._flights is None and self.observer is None:
+        if self._flights is None and not self.observers:
             return None
         flight = Flight(axis, kind, purpose, module, payload_bytes, time.time_ns())
         if self._flights is not None:
             self._flights.append(flight)
         return flight
+
+    def _tell_started(self, flight: Flight | None, work: dist.Work | None, *tensors: Tensor) -> None:
+        if flight is not None:
+            flight.work = work
+            for observer in self.observers:
+                observer.started(flight, *tensors)
 
     def _pending(
         self,
@@ -279,8 +290,7 @@ class Collectives:
         finish: Callable[[], None] | None = None,
     ) -> Pending:
         """``work`` in flight, with a wait that is timed."""
-        if flight is not None and self.observer is not None:
-            self.observer.started(flight, *tensors)
+        self._tell_started(flight, work, *tensors)
         if self._flights is not None and flight is not None and self._clock.immediate:
 
             def landed(_: Any) -> None:
@@ -292,8 +302,13 @@ class Collectives:
             busy_before_s = busy_s() if self._busy_in_waits_s is not None else 0.0
             start_ns = time.time_ns()
             start = self._clock.mark()
-            # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
-            work.wait()
+            try:
+                # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
+                work.wait()
+            except RuntimeError as error:
+                for observer in self.observers if flight is not None else ():
+                    observer.failed(flight, error)  # type: ignore[arg-type]
+                raise
             end = self._clock.mark()
             end_ns = time.time_ns()
             if self._busy_in_waits_s is not None:
@@ -310,8 +325,8 @@ class Collectives:
                     self._read_times(_UNREAD // 2)
             if flight is not None:
                 flight.waits_ns.append((start_ns, end_ns))
-                if self.observer is not None:
-                    self.observer.waited(flight)
+                for observer in self.observers:
+                    observer.waited(flight)
             if finish is not None:
                 finish()
 
@@ -405,8 +420,9 @@ class Collectives:
             self.all_reduce(gradient, "data", "gradient").wait()
             return
         # This hook runs in FSDP2's all-reduce stream: a wait there holds up no computation and is not timed.
-        self._start("data", "all_reduce", "gradient", gradient, "")
+        flight = self._start("data", "all_reduce", "gradient", gradient, "")
         dist.all_reduce(gradient, group=self._groups["data"])
+        self._tell_started(flight, None, gradient)
         # Allocated in FSDP2's reduce-scatter stream, used in its all-reduce stream. FSDP2 keeps such a buffer from being
         # reused too early for its own all-reduce alone; here this does.
         gradient.record_stream(torch.cuda.current_stream())
@@ -428,9 +444,13 @@ class _CountedAllGather(_Allocate, AllGather):
         if not output_tensor.is_cuda and not async_op and ours.size("z") > 1:
             ours.all_gather(output_tensor, input_tensor, "z", "weight").wait()
             return None
-        ours._start("z", "all_gather", "weight", output_tensor, "")
-        work = dist.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
-        return cast(dist.Work | None, work)
+        flight = ours._start("z", "all_gather", "weight", output_tensor, "")
+        work = cast(
+            dist.Work | None, dist.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
+        )
+        if output_tensor.is_cuda:
+            ours._tell_started(flight, work, output_tensor, input_tensor)
+        return work
 
 
 class _CountedReduceScatter(_Allocate, ReduceScatter):
@@ -450,6 +470,11 @@ class _CountedReduceScatter(_Allocate, ReduceScatter):
             assert op == dist.ReduceOp.SUM, op
             ours.reduce_scatter(output_tensor, input_tensor, "z", "gradient").wait()
             return None
-        ours._start("z", "reduce_scatter", "gradient", input_tensor, "")
-        work = dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op)
-        return cast(dist.Work | None, work)
+        flight = ours._start("z", "reduce_scatter", "gradient", input_tensor, "")
+        work = cast(
+            dist.Work | None,
+            dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op),
+        )
+        if output_tensor.is_cuda:
+            ours._tell_started(flight, work, output_tensor, input_tensor)
+        return work

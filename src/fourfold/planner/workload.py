@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from fourfold.outside import read_json
 
 # Families whose MLP has a gate (three matrices) and those that have none (two); what is unknown is refused.
 _GATED = (
@@ -160,7 +161,7 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
             raise ValueError(
                 f"there is no config {path}; give the path of a Hugging Face config.json, or a dict"
             )
-        name, config = name or path.stem, json.loads(path.read_text())
+        name, config = name or path.stem, read_json(path)
     assert isinstance(config, dict)
     if "text_config" in config:
         config = {**config, **config["text_config"]}

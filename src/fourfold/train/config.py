@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+MAX_BYTES = 2**20  # of the file
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -250,6 +251,38 @@ class LoggingSection(Section):
         return given
 
 
+class ReliabilitySection(Section):
+    """What is watched while a run goes on, and when it is given up."""
+
+    timeout_s: PositiveFloat = Field(
+        120.0,
+        description="Ranks wait so long for each other in a collective; then they end, and say for whom.",
+    )
+    first_step_timeout_s: PositiveFloat = Field(
+        600.0, description="The same for the first step, in which connections and kernels are made."
+    )
+    skip_bad_steps: bool = Field(
+        True,
+        description="A step whose loss or gradient is no number, or far above the usual, leaves the weights as they are.",
+    )
+    spike_sigmas: PositiveFloat | None = Field(
+        6.0,
+        description="So many standard deviations above the usual are far; none: only what is no number is bad.",
+    )
+    roll_back_after: PositiveInt = Field(
+        5, description="After so many bad steps in a row the run goes back to a checkpoint from before them."
+    )
+    check_every_steps: PositiveInt = Field(
+        10,
+        description="Steps between two comparisons of the weights of replicas; the times of ranks are compared twice as often. "
+        "On GPUs each waits for the device.",
+    )
+    straggler_factor: Annotated[float, Field(gt=1)] = Field(
+        1.15,
+        description="A rank that takes so many times as long as the others, three times in a row, is named.",
+    )
+
+
 class RunConfig(Section):
     """A training run."""
 
@@ -266,6 +299,7 @@ class RunConfig(Section):
     checkpoints: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     logging: LoggingSection = LoggingSection()
+    reliability: ReliabilitySection = ReliabilitySection()
 
     @model_validator(mode="after")
     def batch_is_whole(self) -> RunConfig:
@@ -322,9 +356,13 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     path = Path(path)
     if not path.exists():
         raise ConfigError(f"there is no {path}; `fourfold init {path}` writes a starting file")
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ConfigError(
+            f"{path} has {size} bytes; a run's file has a few thousand, and no more than {MAX_BYTES}"
+        )
     try:
         values = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is no TOML: {error}") from None
     for change in changes:
         apply(values, change)

@@ -56,15 +56,25 @@ class JsonLines(Callback):
             if trainer.step == 0:
                 path.rename(_free_name(self._folder))
             else:
-                # Steps that were done, but not saved, are done again.
-                lines = path.read_bytes().splitlines()
-                kept = [line for line in lines if (seen := _parsed(line)) and seen["step"] <= trainer.step]
-                replace_file(path, b"".join(line + b"\n" for line in kept))
+                self._drop_undone(trainer)
         self._file = path.open("ab", buffering=0)  # a line is one write, and there at once
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if self._file is not None and is_logged(trainer, result.step):
             self._file.write(_line(figures_of(result)))
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._drop_undone(trainer)
+            self._file = (self._folder / METRICS).open("ab", buffering=0)
+
+    def _drop_undone(self, trainer: Trainer) -> None:
+        """Steps that were done, but not saved, are done again."""
+        path = self._folder / METRICS
+        lines = path.read_bytes().splitlines()
+        kept = [line for line in lines if (seen := _parsed(line)) and seen["step"] <= trainer.step]
+        replace_file(path, b"".join(line + b"\n" for line in kept))
 
     def on_end(self, trainer: Trainer) -> None:
         if self._file is not None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from fourfold import outside
 from fourfold.grid import Grid
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import parallelize
@@ -48,7 +49,7 @@ def model_config(model: ModelSection) -> Any:
             f"model.{field}: there is no {where}; give a config.json, a folder with one, or a hub id"
         )
     try:
-        return AutoConfig.from_pretrained(where)
+        return outside.model_config(where)
     except OSError as error:
         raise ValueError(
             f"{where} is no folder with a config.json, nor a hub id that can be reached: {error}"

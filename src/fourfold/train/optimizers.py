@@ -23,7 +23,9 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, report: Report)
         groups = [muon, *groups_by_decay(others, section.weight_decay)]
         return MuonOnShards(groups, model, report, momentum=section.momentum, **adamw)
     trained = [p for p in model.parameters() if p.requires_grad]
-    return on_shards(torch.optim.AdamW)(groups_by_decay(trained, section.weight_decay), **adamw)
+    # On CUDA the fused one, which can be told on the device to leave a step out (update.py).
+    fused = True if report.grid.device.type == "cuda" else None
+    return on_shards(torch.optim.AdamW)(groups_by_decay(trained, section.weight_decay), **adamw, fused=fused)
 
 
 def groups_by_decay(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,24 +14,40 @@ from fourfold.grid import Grid, join_world
 from fourfold.train.automatic import choose_layout
 from fourfold.train.checkpoint.save import Checkpoints
 from fourfold.train.config import RunConfig
+from fourfold.train.hang import LostRanks
 from fourfold.train.stop import StopRequest
-from fourfold.train.trainer import Trainer
+from fourfold.train.trainer import Callback, Trainer
 from fourfold.train.watchers import callbacks_of
 
+RECORDED = 2000  # collectives that the flight recorder remembers
 
-def train(run: RunConfig) -> bool:
-    """Train to the end of the schedule; False if it was asked to stop before, and has saved."""
+
+def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
+    """Train to the end of the schedule; False if it was asked to stop before, and has saved.
+
+    ``first`` come before the callbacks that the run's file asks for.
+    """
     is_ours = not dist.is_initialized()
     if is_ours:
+        # What ranks have done lately is in the report of a hang; read when groups are made.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
         join_world()
     with ExitStack() as ends:
         run = on_all_ranks(run)
         shape = (run.grid.data, run.grid.z, run.grid.y, run.grid.x)
-        trainer = Trainer(run, Grid.create(shape), callbacks_of(run))
+        trainer = Trainer(run, Grid.create(shape), [*first, *callbacks_of(run)])
         checkpoints = ends.enter_context(Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep))
-        stop = StopRequest()
-        with stop.listening():
-            trainer.train(checkpoints, stop)
+        stop = StopRequest(run.reliability.first_step_timeout_s)
+        try:
+            with stop.listening():
+                trainer.train(checkpoints, stop)
+        except LostRanks as lost:
+            if is_ours:
+                # Now: whatever would be closed in good order waits for those who do not come. A checkpoint that is
+                # being written is not lost more than it is already: it needs all ranks.
+                print(f"fourfold: {lost}", file=sys.stderr, flush=True)
+                os._exit(1)
+            raise
         stop.close()
     if is_ours:  # not after an error: with collectives in flight it could wait for ever
         dist.destroy_process_group()

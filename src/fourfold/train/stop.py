@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -26,9 +27,9 @@ AGAIN_S = (
 class StopRequest:
     """All ranks make it, and ask it after each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 1800.0) -> None:
         # Gloo also beside NCCL: the answer is read on the host, and must not wait for the device.
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._heard_s: float | None = None
         self._asked: tuple[Tensor, Any] | None = None
 

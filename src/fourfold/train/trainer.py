@@ -9,6 +9,7 @@ it would have.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -34,8 +35,10 @@ from fourfold.train.data.mixture import check_identity, open_mixture
 from fourfold.train.data.packing import check_documents_stay_apart
 from fourfold.train.model import build_model
 from fourfold.train.optimizers import build_optimizer
+from fourfold.train.rollback import Rollbacks
 from fourfold.train.schedule import rate_of_step
 from fourfold.train.stop import StopRequest
+from fourfold.train.update import update
 
 
 @dataclass
@@ -62,10 +65,27 @@ class Callback:
 
     def on_start(self, trainer: Trainer) -> None: ...
 
+    def around_run(self, trainer: Trainer) -> AbstractContextManager[Any]:
+        """From before the first `on_start` to after the last `on_end`, also when something fails between them."""
+        return nullcontext()
+
     def around_step(self, trainer: Trainer) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def on_gradients(self, trainer: Trainer) -> None:
+        """Backward is over; nothing is clipped yet."""
+
+    def refuses(self, trainer: Trainer, loss: Tensor, norm: Tensor | None) -> Tensor | None:
+        """A flag, the same on all ranks: is this step to leave the weights as they are? None: no opinion."""
+        return None
+
     def on_step(self, trainer: Trainer, result: StepResult) -> None: ...
+
+    def on_save(self, trainer: Trainer) -> None:
+        """A checkpoint is about to be saved: what of this callback decides how the run goes on, into `Training.beside`."""
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        """The run has been set back to an earlier step."""
 
     def on_end(self, trainer: Trainer) -> None: ...
 
@@ -99,6 +119,8 @@ class Trainer:
             config=run.model_dump(mode="json"),
         )
         self.beside_s: defaultdict[str, float] = defaultdict(float)  # on this host, by what it was spent on
+        self.place = "the start"  # in words, for the report of a hang
+        self.back = Rollbacks()
         self._clock = clock_of(grid.device.type)
 
     @property
@@ -112,31 +134,56 @@ class Trainer:
 
     def train(self, checkpoints: Checkpoints | None = None, stop: StopRequest | None = None) -> None:
         """To the end of the schedule, or until it is asked to stop; from the newest checkpoint if there is one."""
+        with ExitStack() as around:
+            for callback in self.callbacks:
+                around.enter_context(callback.around_run(self))
+            self._train(checkpoints, stop)
+
+    def _train(self, checkpoints: Checkpoints | None, stop: StopRequest | None) -> None:
         if checkpoints is not None:
             self._resume(checkpoints)
         for callback in self.callbacks:
             callback.on_start(self)
         batches = self.loader.batches(int(self.training.data["samples"]))
-        every = self.run.checkpoints.every_steps
         stops = False
         while not self.is_done and not stops:
             result = self._step(batches)
+            self.place = "callbacks"
             for callback in self.callbacks:
                 callback.on_step(self, result)
             stops = stop is not None and stop.agreed()
-            is_due = self.is_done or stops or (every is not None and self.step % every == 0)
-            if checkpoints is not None and is_due:
-                with self.beside("checkpoint"):
-                    checkpoints.save(self.training)
+            if self.back.is_asked:
+                batches = self._go_back(checkpoints)
+            elif checkpoints is not None and (stops or self.is_saved_at(self.step)):
+                self._save(checkpoints)
         if checkpoints is not None:
             with self.beside("checkpoint"):
                 checkpoints.wait()
         for callback in self.callbacks:
             callback.on_end(self)
 
+    def _save(self, checkpoints: Checkpoints) -> None:
+        with self.beside("checkpoint"):
+            for callback in self.callbacks:
+                callback.on_save(self)
+            checkpoints.save(self.training)
+
+    def _go_back(self, checkpoints: Checkpoints | None) -> Iterator[Batch]:
+        with self.beside("rollback"):
+            self.back.go(self.training, checkpoints)
+        for callback in self.callbacks:
+            callback.on_rollback(self)
+        return self.loader.batches(int(self.training.data["samples"]))
+
+    def is_saved_at(self, step: int) -> bool:
+        """Is there a checkpoint due behind this step? Every so many steps, and at the end."""
+        every = self.run.checkpoints.every_steps
+        return step >= self.run.schedule.steps or (every is not None and step % every == 0)
+
     @contextmanager
     def beside(self, what: str) -> Iterator[None]:
         """Time that this host spends on something else than steps."""
+        self.place = what
         start_s = time.perf_counter()
         try:
             yield
@@ -172,11 +219,17 @@ class Trainer:
         with ExitStack() as around:
             for callback in self.callbacks:
                 around.enter_context(callback.around_step(self))
+            self.place = "forward and backward"
             loss = self._forward_and_backward(batch)
-            norm = None
-            if self.run.optimizer.max_norm is not None:
-                norm = clip_grad_norm_(self.model.parameters(), self.run.optimizer.max_norm, self.grid)
-            self.optimizer.step()
+            for callback in self.callbacks:
+                callback.on_gradients(self)
+            self.place = "clipping"
+            norm, max_norm = None, self.run.optimizer.max_norm
+            if max_norm is not None or self.run.reliability.skip_bad_steps:
+                norm = clip_grad_norm_(self.model.parameters(), max_norm or math.inf, self.grid)
+            self.place = "the optimizer"
+            flags = [callback.refuses(self, loss, norm) for callback in self.callbacks]
+            update(self.optimizer, [flag for flag in flags if flag is not None])
             self.optimizer.zero_grad()
         self.training.step += 1
         self.training.data["samples"] = batch.next_sample

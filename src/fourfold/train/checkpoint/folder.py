@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import xxhash
 
+from fourfold.outside import open_file
+
 AT_ONCE_BYTES = (
     64 * 2**20
 )  # of one call of write: what is hashed between two calls is warm in no cache, and bounded
@@ -53,6 +55,29 @@ def open_folder(where: str | os.PathLike[str]) -> Folder:
     if text.startswith("file://"):
         text = text.removeprefix("file://")
     return RemoteFolder.open(text) if "://" in text else LocalFolder(Path(text))
+
+
+class FileCalls:
+    """The system calls that change a folder on a disk; in one place, so that a fault can be planted in each of them."""
+
+    def write(self, descriptor: int, view: memoryview, path: Path) -> int:
+        # The kernel may take less than it is given.
+        return os.write(descriptor, view)
+
+    def fsync(self, descriptor: int, path: Path) -> None:
+        os.fsync(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+calls = FileCalls()
 
 
 class LocalFolder:
@@ -94,11 +119,10 @@ class LocalFolder:
                 for part in parts:
                     view = memoryview(part).cast("B")
                     while view:
-                        # The kernel may take less than it is given.
-                        count = file.write(view[:AT_ONCE_BYTES])
+                        count = calls.write(file.fileno(), view[:AT_ONCE_BYTES], path)
                         digest.update(view[:count])
                         size, view = size + count, view[count:]
-                os.fsync(file.fileno())
+                calls.fsync(file.fileno(), path)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 way = "free space there, or save elsewhere"
@@ -109,7 +133,7 @@ class LocalFolder:
         return FileRecord(size, digest.hexdigest())
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        with open(self.path / name, "rb", buffering=0) as file:
+        with open(open_file(self.path / name), "rb", buffering=0) as file:
             stop = os.fstat(file.fileno()).st_size if stop is None else stop
             parts = []
             while start < stop:
@@ -123,15 +147,11 @@ class LocalFolder:
     def rename(self, name: str, to: str) -> None:
         """For good: what was written into it, its new name, all or nothing; an occupied name is an error."""
         sync_folder(self.path / name)
-        os.rename(self.path / name, self.path / to)
+        calls.rename(self.path / name, self.path / to)
         sync_folder(self.path)
 
     def remove(self, name: str) -> None:
-        path = self.path / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        calls.remove(self.path / name)
 
 
 class RemoteFolder:
@@ -209,6 +229,6 @@ def sync_folder(path: Path) -> None:
     """Names are for good only when the folder that holds them is synced."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        calls.fsync(descriptor, path)
     finally:
         os.close(descriptor)

@@ -16,12 +16,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from fourfold.outside import natural
 from fourfold.parallel.checkpoint_files import DTYPES as NUMBERS
+from fourfold.parallel.checkpoint_files import MAX_DIMS
 from fourfold.train.checkpoint.folder import Folder
 from fourfold.train.checkpoint.manifest import Damaged, dump_json, plain_name, read_json
 
 INDEX = "index.json"
 DTYPES = NUMBERS | {"BOOL": torch.bool}
+MAX_EMPTY = 1 << 31
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -74,7 +77,7 @@ def read_index(folder: Folder, sizes: dict[str, int]) -> Metadata:
     for name, fields in table.items():
         try:
             found[name] = _read_tensor(name, fields, sizes, stored)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"{folder}/{INDEX}: {name!r:.200} is not sound ({error!r:.200})") from error
     return Metadata(found, storage_data=stored)  # type: ignore[arg-type]
 
@@ -83,6 +86,9 @@ def _read_tensor(
     name: str, fields: Any, sizes: dict[str, int], stored: dict[MetadataIndex, Stored]
 ) -> TensorStorageMetadata:
     dtype, whole = DTYPES[fields["dtype"]], _naturals(fields["shape"])
+    if not math.prod(whole) and math.prod(n or 1 for n in whole) > MAX_EMPTY:
+        # No file is too short for it, and who reads it row by row would never end.
+        raise ValueError(f"nothing, in the shape {list(whole)}")
     chunks = []
     for piece in fields["pieces"]:
         offset, shape = _naturals(piece["offset"]), _naturals(piece["shape"])
@@ -96,13 +102,34 @@ def _read_tensor(
             )
         chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
         stored[MetadataIndex(name, offset)] = Stored(file, start, stop)
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(whole):
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(whole) or _overlap(chunks):
         raise ValueError(f"its {len(chunks)} pieces do not make up {list(whole)}")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(whole), chunks)
 
 
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Do two pieces share a number? Then, for all their size, another one is in none."""
+    boxes = [
+        [(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+        for chunk in chunks
+        if math.prod(chunk.sizes)
+    ]
+    if len(boxes) < 2 or not boxes[0]:
+        return len(boxes) > 1
+    # From one end to the other along the dim that is cut most: only what is open at the same time is compared.
+    dim = max(range(len(boxes[0])), key=lambda d: len({box[d] for box in boxes}))
+    now: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        now = [other for other in now if other[dim][1] > box[dim][0]]
+        for other in now:
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
+                return True
+        now.append(box)
+    return False
+
+
 def _naturals(values: Iterable[Any]) -> tuple[int, ...]:
-    found = tuple(values)
-    if not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError(f"{found!r:.80} are not whole numbers")
+    found = tuple(natural(n) for n in values)
+    if len(found) > MAX_DIMS:
+        raise ValueError(f"{len(found)} dims are more than {MAX_DIMS}")
     return found

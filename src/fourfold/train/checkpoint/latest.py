@@ -10,9 +10,12 @@ from fourfold.train.checkpoint.manifest import MANIFEST
 
 
 def steps(root: Folder) -> list[int]:
-    """The steps whose checkpoints were committed, oldest first."""
+    """The steps whose checkpoints were committed, oldest first.
+
+    On a disk a checkpoint gets its name when it is whole: one that has lost its manifest is damaged, not unfinished.
+    """
     found = [step for name in root.names() if (step := step_of(name)) is not None]
-    return sorted(step for step in found if is_committed(root, step))
+    return sorted(step for step in found if root.renames or is_committed(root, step))
 
 
 def unfinished_names(root: Folder) -> list[str]:
@@ -53,9 +56,9 @@ def remove(root: Folder, old: list[int]) -> None:
         root.remove(step_name(step))
 
 
-def set_aside(root: Folder, step: int) -> str:
-    """Rename a damaged checkpoint, so that its step can be saved again and somebody can look at it; its new name."""
+def set_aside(root: Folder, step: int, why: str) -> str:
+    """Rename a checkpoint, so that its step can be saved again and somebody can look at it; its new name."""
     taken = set(root.names())
-    new = next(name for i in range(len(taken) + 1) if (name := f"{step_name(step)}.damaged-{i}") not in taken)
+    new = next(name for i in range(len(taken) + 1) if (name := f"{step_name(step)}.{why}-{i}") not in taken)
     root.rename(step_name(step), new)
     return new

@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from fourfold.outside import natural, word
 from fourfold.train.checkpoint.folder import FileRecord, Folder
 
 MANIFEST = "manifest.json"
@@ -56,7 +57,10 @@ def read_manifest(folder: Folder, step: int) -> Manifest:
     if body.get("step") != step:
         raise Damaged(f"{folder}/{MANIFEST}: is of step {body.get('step')!r:.80}, but lies in that of {step}")
     try:
-        files = {plain_name(name): FileRecord(**record) for name, record in body["files"].items()}
+        files = {
+            plain_name(name): FileRecord(natural(record["size"]), word(record["xxh3_128"]))
+            for name, record in body["files"].items()
+        }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(f"{folder}/{MANIFEST}: has no sound list of files ({error})") from error
     return Manifest(step, files)

@@ -15,6 +15,8 @@ from fourfold.parallel.layout import Layout
 from fourfold.train.checkpoint.pieces import Held, Piece
 
 PREFIX = "optimizer."
+# How a step is computed, on this device, is the run's own matter, and not the checkpoint's.
+HOW = ("fused", "foreach", "capturable")
 
 
 def capture(
@@ -152,6 +154,8 @@ def _restore_groups(
                 f"{len(theirs['parameters'])}: {other} is in one of them only; group the parameters as they were"
             )
         for key, value in theirs["options"].items():
+            if key in HOW:
+                continue
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:

@@ -23,10 +23,10 @@ from fourfold.train.checkpoint import latest, state
 from fourfold.train.checkpoint.commit import step_name
 from fourfold.train.checkpoint.folder import Folder, open_folder
 from fourfold.train.checkpoint.index import tensors
-from fourfold.train.checkpoint.manifest import find_damage, read_json
+from fourfold.train.checkpoint.manifest import find_damage
 from fourfold.train.checkpoint.pieces import LoadPlanner, SavePlanner
 from fourfold.train.checkpoint.state import Snapshot, Training
-from fourfold.train.checkpoint.storage import VALUES, Reader, Writer
+from fourfold.train.checkpoint.storage import Reader, Writer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -85,17 +85,22 @@ class Checkpoints:
         if error is not None:
             raise error
 
-    def load(self, training: Training, step: int | None = None) -> int | None:
+    def load(self, training: Training, step: int | None = None, *, before: int | None = None) -> int | None:
         """Set the run to a checkpoint, by default the newest valid one; its step, or None if there is none at all.
+
+        With ``before``, a step, the newest valid one from before it; later ones are set aside.
 
         Every file is hashed first, each by one rank. Checkpoints that are damaged and newer are set aside. If
         there are checkpoints and none is valid, that is an error: nobody wants to begin anew without knowing.
         """
+        self.wait()
+        if before is not None:
+            self._undo_from(before)
         step = self._newest() if step is None else self._checked(step)
         if step is None:
             return None
         reader = Reader(self.root, step)
-        values = read_json(reader.folder, VALUES)
+        values = state.read_values(reader.folder)
         targets = state.targets(training, tensors(reader.metadata), values)
         try:
             dcp_load(
@@ -178,9 +183,15 @@ class Checkpoints:
                 f"none of the {len(committed)} checkpoints in {self.root} is valid; give another folder to begin anew\n{lines}"
             )
         for bad, damage in damaged.items():
-            name = self._from_first(lambda bad=bad: latest.set_aside(self.root, bad))  # type: ignore[misc]
+            name = self._from_first(lambda bad=bad: latest.set_aside(self.root, bad, "damaged"))  # type: ignore[misc]
             logger.warning("%s is damaged and now called %s: %s", step_name(bad), name, "; ".join(damage[:3]))
         return step
+
+    def _undo_from(self, first: int) -> None:
+        committed = self._from_first(lambda: latest.steps(self.root))
+        for step in (s for s in committed if s >= first):
+            name = self._from_first(lambda step=step: latest.set_aside(self.root, step, "undone"))  # type: ignore[misc]
+            logger.warning("%s is of steps that are undone, and now called %s", step_name(step), name)
 
     def _checked(self, step: int) -> int:
         committed = self.steps()

@@ -15,12 +15,16 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from fourfold.outside import natural, word
 from fourfold.parallel.random import seed_ranks
 from fourfold.parallel.report import Report
 from fourfold.train.checkpoint import optimizer as optimizers
+from fourfold.train.checkpoint.folder import Folder
+from fourfold.train.checkpoint.manifest import Damaged, read_json
 from fourfold.train.checkpoint.pieces import Held, Piece
 
 MODEL = "model."
+VALUES = "state.json"  # all that is no tensor
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Training:
     seed: int = 0
     data: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    # What else decides how the run goes on, the same on all ranks.
+    beside: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ def capture(training: Training) -> Snapshot:
         "seed": training.seed,
         "data": training.data,
         "config": training.config,
+        "beside": training.beside,
         "schedule": training.schedule.state_dict() if training.schedule is not None else None,
         "optimizer": groups,
         "model": _model_config(config, report) if hasattr(config, "to_json_string") else None,
@@ -92,6 +99,30 @@ def targets(
     )
 
 
+def read_values(folder: Folder) -> dict[str, Any]:
+    """All that is no tensor; `Damaged` if it is not what `capture` writes."""
+    values = read_json(folder, VALUES)
+    try:
+        natural(values["step"]), natural(values["seed"])
+        for key in ("data", "config", "versions"):
+            if not isinstance(values[key], dict):
+                raise ValueError(f"{key} is no table")
+        if not isinstance(values.get("beside", {}), dict):
+            raise ValueError("beside is no table")
+        if not isinstance(values["schedule"], dict | None):
+            raise ValueError("schedule is no table")
+        word(values["saved_at"])
+        if len([natural(size) for size in values["grid"]]) != 4:
+            raise ValueError("the grid has not 4 axes")
+        for group in values["optimizer"]:
+            names = [word(name) for name in group["parameters"]]
+            if "params" in group["options"] or not isinstance(group["options"], dict):
+                raise ValueError(f"the options of {names[:1]} are not those of an optimizer")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"{folder}/{VALUES}: is not sound ({error!r:.200})") from error
+    return values
+
+
 def resume(training: Training, values: dict[str, Any]) -> None:
     """Set all that is no tensor."""
     if (training.schedule is None) != (values["schedule"] is None):
@@ -104,6 +135,7 @@ def resume(training: Training, values: dict[str, Any]) -> None:
     if training.schedule is not None:
         training.schedule.load_state_dict(values["schedule"])
     training.step, training.seed, training.data = values["step"], values["seed"], values["data"]
+    training.beside = values.get("beside", {})
     seed_ranks(training.report.grid, training.seed, training.step)
 
 

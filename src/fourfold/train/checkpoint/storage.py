@@ -31,8 +31,8 @@ from fourfold.train.checkpoint.index import (
     write_index,
 )
 from fourfold.train.checkpoint.manifest import dump_json, read_manifest
+from fourfold.train.checkpoint.state import VALUES
 
-VALUES = "state.json"  # all that is no tensor
 READ_BYTES = 16 * 2**20  # of a file at a time
 
 

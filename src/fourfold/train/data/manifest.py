@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import xxhash
 
+from fourfold.outside import natural, read_json, word
 from fourfold.train.data.shards import Shard, token_dtype, write_whole, wrong_with
 from fourfold.train.data.tokenizer import TokenizerFacts
 
@@ -72,17 +73,20 @@ class Manifest:
             raise ValueError(
                 f"{folder} has no {NAME}: it {begun if (folder / 'plan.json').exists() else none}"
             )
-        values = json.loads(path.read_text())
+        values = read_json(path)
         if values.get("format") != FORMAT:
             raise ValueError(
-                f"{path} has format {values.get('format')}, this version reads {FORMAT}; prepare the text again"
+                f"{path} has format {values.get('format')!r:.80}, this version reads {FORMAT}; prepare the text again"
             )
-        return Manifest(
-            TokenizerFacts(**values["tokenizer"]),
-            values["source"],
-            values["source_bytes"],
-            {split: [Shard(**shard) for shard in values["shards"][split]] for split in SPLITS},
-        )
+        try:
+            return Manifest(
+                TokenizerFacts.from_json(values["tokenizer"]),
+                word(values["source"]),
+                natural(values["source_bytes"]),
+                {split: [Shard.from_json(shard) for shard in values["shards"][split]] for split in SPLITS},
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not sound ({error!r:.200}); copy the folder again") from error
 
     def wrong_with(self, folder: Path, *, contents: bool) -> list[str]:
         """What is wrong with the files; with ``contents`` every byte is read."""

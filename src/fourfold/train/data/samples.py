@@ -64,9 +64,23 @@ class Samples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self.folder}")
         tokens, starts = self._read(index * self.length, (index + 1) * self.length)
+        self._check(index, tokens, starts)
         positions = np.arange(self.length, dtype=np.int64)
         positions -= np.repeat(starts, np.diff(starts, append=self.length))
         return Sample(tokens, np.where(positions == 0, NO_LABEL, tokens), positions)
+
+    def _check(self, index: int, tokens: Ints, starts: Ints) -> None:
+        """A model would look up a row that it does not have, which on a GPU ends in no words at all."""
+        highest, vocabulary = int(tokens.max()), self.manifest.tokenizer.vocab_size
+        if highest >= vocabulary:
+            raise ValueError(
+                f"{self.folder}: sample {index} has the token {highest}, its vocabulary has {vocabulary}; run `fourfold data info "
+                f"{self.folder} --verify`, and copy the folder again"
+            )
+        if bool((np.diff(starts) < 0).any()):
+            raise ValueError(
+                f"{self.folder}: documents of sample {index} end before they begin; copy the folder again"
+            )
 
     def _read(self, first: int, stop: int) -> tuple[Ints, Ints]:
         """(the tokens of [first, stop), where documents begin among them, the first of which is cut to begin at 0)."""

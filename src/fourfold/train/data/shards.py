@@ -13,6 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from fourfold.outside import natural, relative_name, word
+
 ENDS_DTYPE = np.dtype("<u4")  # positions in one shard
 SHARD_TOKENS = 1 << 27
 READ_BYTES = 1 << 24
@@ -30,6 +32,17 @@ class Shard:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Shard:
+        """A ValueError, or one of Python's own, if these are not those of a shard."""
+        return Shard(
+            relative_name(values["name"]),
+            natural(values["tokens"]),
+            natural(values["documents"]),
+            word(values["bin_xxh3"]),
+            word(values["ends_xxh3"]),
+        )
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

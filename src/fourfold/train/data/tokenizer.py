@@ -10,6 +10,8 @@ from typing import Any
 
 import xxhash
 
+from fourfold.outside import natural, word
+
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
 
@@ -22,12 +24,20 @@ class TokenizerFacts:
     vocab_size: int
     eos_id: int
 
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> TokenizerFacts:
+        return TokenizerFacts(
+            word(values["fingerprint"]),
+            natural(values["vocab_size"], 1 << 32),
+            natural(values["eos_id"], 1 << 32),
+        )
+
 
 def load_tokenizer(name: str | Path) -> Any:
     """A tokenizer of Hugging Face: a folder, or a hub id."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(name))
+    tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"tokenizer {name} has no {FILE} (it is written in Python); save a fast one with save_pretrained and name that"

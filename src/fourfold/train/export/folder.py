@@ -13,7 +13,8 @@ from fourfold.train.checkpoint import latest
 from fourfold.train.checkpoint.commit import step_name, step_of
 from fourfold.train.checkpoint.folder import Folder, open_folder
 from fourfold.train.checkpoint.manifest import Damaged, dump_json, find_damage, read_json
-from fourfold.train.checkpoint.storage import VALUES, Reader
+from fourfold.train.checkpoint.state import VALUES
+from fourfold.train.checkpoint.storage import Reader
 from fourfold.train.export import tokenizer as tokenizers
 from fourfold.train.export.model_card import Facts, model_card
 from fourfold.train.export.run_values import value_at

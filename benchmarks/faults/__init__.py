@@ -1,0 +1,1 @@
+"""What a run survives, one file for each kind of fault; `python -m benchmarks.faults` breaks them all."""

@@ -1,0 +1,149 @@
+"""`fourfold drill`: break a short run on purpose, and see whether it comes back as it was."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fourfold.launch import CONTINUE
+
+if TYPE_CHECKING:
+    from fourfold.faults.drill import Launch
+    from fourfold.faults.fault import Fault
+    from fourfold.train.config import RunConfig
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "drill",
+        help="break a short run on purpose, before the long one",
+        description="Train a few steps of a run's file on this machine, then again with ranks killed, stopped and slowed, "
+        "disks full, checkpoints damaged and numbers spoilt; after each, the run has to end as the undisturbed one did, bit for "
+        "bit. Exit status 1 if anything is not as it should be. Under torchrun or srun the ranks that are there train, "
+        "disturbed by --fault once: on a cluster, start it without a fault first, then with one, and compare with "
+        "`fourfold drill FILE --compare`.",
+    )
+    parser.add_argument("file", type=Path, help="the run's file; `fourfold init` writes one")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="change a field of the file, such as grid.z=2; as often as needed",
+    )
+    parser.add_argument("--folder", type=Path, default=Path("drill"), help="for all that it writes (drill)")
+    parser.add_argument(
+        "--ranks", type=int, help="of this machine, where the planner chooses the grid (its GPUs)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of which ranks and steps are disturbed (0)")
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=20.0,
+        help="that ranks wait for one that is stopped; more than a step takes (20)",
+    )
+    parser.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="disturb this alone, such as kill:at=optimizer,rank=1,step=4 (kill, stop, slow, nan, spike, flip, eio or enospc)",
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="the checkpoints of two runs of a cluster, disturbed and not"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from fourfold.faults.fault import Fault
+    from fourfold.train.config import load_run
+
+    faults = [Fault.parse(text) for text in options.fault]
+    if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
+        return _as_rank(options, faults)
+    if options.compare:
+        from fourfold.faults.drill import compare
+
+        wrong = compare(options.folder / "disturbed", options.folder / "undisturbed")
+        print("\n".join(wrong) or "the disturbed run ended as the undisturbed one did, bit for bit")
+        return 1 if wrong else 0
+    from fourfold.train.start import check, local_ranks
+
+    config = load_run(options.file, options.set)
+    ranks = local_ranks(config, options.ranks)
+    check(config)
+    return drill(options, config, ranks, faults, in_processes(options, ranks))
+
+
+def drill(
+    options: argparse.Namespace, config: RunConfig, ranks: int, faults: Sequence[Fault], launch: Launch
+) -> int:
+    """All exercises, or one for each fault that was given; a line for each."""
+    from fourfold.faults.drill import Exercise, clear, exercises
+    from fourfold.faults.drill import drill as outcomes
+
+    for fault in faults:
+        if fault.rank >= ranks:
+            raise ValueError(
+                f"{fault} is of rank {fault.rank}, and the run has {ranks} ranks, 0 to {ranks - 1}"
+            )
+    wanted = [Exercise(str(fault), fault) for fault in faults]
+    wanted = wanted or exercises(ranks, config.grid.data, options.seed, options.timeout_s)
+    clear(options.folder)
+    bad = 0
+    for outcome in outcomes(options.folder.resolve(), wanted, launch, seed=options.seed):
+        bad += bool(outcome.wrong)
+        print(
+            f"{'WRONG' if outcome.wrong else 'right'}  {outcome.seconds:6.1f} s  {outcome.name}  {outcome.fault}",
+            flush=True,
+        )
+        for line in outcome.wrong:
+            print(f"       {line}", flush=True)
+    print(
+        "all is as it should be"
+        if not bad
+        else f"{bad} of these are not as they should be; logs are in {options.folder}"
+    )
+    return 1 if bad else 0
+
+
+def in_processes(options: argparse.Namespace, ranks: int) -> Launch:
+    """Ranks of this machine, under torchrun's launcher, as `fourfold train` starts them."""
+    count = 0
+
+    def launch(changes: Sequence[str], faults: Sequence[Fault]) -> int:
+        nonlocal count
+        count += 1
+        cores = len(os.sched_getaffinity(0))
+        environment = {"OMP_NUM_THREADS": str(max(1, cores // ranks))} | os.environ
+        command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", f"--nproc-per-node={ranks}"]
+        command += ["-m", "fourfold", "drill", str(options.file)]
+        command += [f"--set={change}" for change in (*options.set, *changes)]
+        command += [f"--fault={fault}" for fault in faults]
+        with (options.folder / f"ranks-{count:02d}.log").open("wb") as log:
+            return subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
+
+    return launch
+
+
+def _as_rank(options: argparse.Namespace, faults: Sequence[Fault]) -> int:
+    """Without the folders of a drill among the changes (on a cluster) they are these."""
+    from fourfold.faults.drill import changes_for
+    from fourfold.faults.injector import Injector
+    from fourfold.train.config import load_run
+    from fourfold.train.run import train
+
+    changes = list(options.set)
+    folder = options.folder / ("disturbed" if faults else "undisturbed")
+    if not any(change.startswith("checkpoints.folder=") for change in changes):
+        changes += changes_for(folder.resolve())
+    # With a launcher that starts ranks again, a fault happens once.
+    config = load_run(options.file, changes)
+    done = train(config, [Injector(faults, spent=config.logging.folder / "faults")])
+    return 0 if done else CONTINUE

@@ -1,0 +1,168 @@
+"""Runs that are disturbed on purpose: they come back as they were, and a drill that sees nothing wrong could have."""
+
+import argparse
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import RankPool
+from fourfold.cli import drill as command
+from fourfold.cli.main import main
+from fourfold.faults import drill
+from fourfold.faults.fault import Fault, random_kill
+from fourfold.faults.injector import Injector
+from fourfold.grid import Grid
+from fourfold.ranks import RankError
+from fourfold.train.checkpoint import Checkpoints
+from fourfold.train.config import RunConfig, load_run
+from fourfold.train.console import Lines
+from fourfold.train.hang import LostRanks
+from fourfold.train.run_report import RunReport
+from fourfold.train.stop import StopRequest
+from fourfold.train.trainer import Trainer
+from fourfold.train.watchers import callbacks_of
+from tests.training import as_toml, write_run
+
+# -- faults as text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("burn:at=step", "'burn' is no fault"),
+        ("kill:at=lunch", "at=lunch is no point"),
+        ("nan:at=write", "nan cannot happen at=write; use at=gradients"),
+        ("kill:at=step,rank=first", "rank=first"),
+        ("kill:at=step,day=3", "'day=3'"),
+        ("kill:at=step,nth=0", "nth"),
+    ],
+)
+def test_a_fault_that_makes_no_sense_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Fault.parse(text)
+
+
+def test_drawn_kills_can_be_written_down_and_meet_every_kind_of_place() -> None:
+    drawn = [random_kill(seed, 4, 12, [4, 8, 12], 3.0) for seed in range(300)]
+    assert [Fault.parse(str(fault)) for fault in drawn] == drawn
+    assert {"instant", "step", "forward", "collective", "gradients", "optimizer"} < {f.at for f in drawn}
+    assert {"write", "fsync", "rename", "renamed"} < {fault.at for fault in drawn}
+    assert {fault.rank for fault in drawn} == {0, 1, 2, 3}
+
+
+# -- a drill -----------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(run: RunConfig, faults: Sequence[Fault]) -> None:
+    shape = (run.grid.data, run.grid.z, run.grid.y, run.grid.x)
+    callbacks = [c for c in callbacks_of(run) if not isinstance(c, Lines | RunReport)]
+    trainer = Trainer(run, Grid.create(shape), [Injector(faults), *callbacks])
+    request = StopRequest()
+    with Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep) as checkpoints:
+        try:
+            trainer.train(checkpoints, request)
+        except LostRanks:
+            os._exit(1)  # as a run does: a save that is under way would wait for those who do not come
+    request.close()
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    file = folder / "run.toml"
+    file.write_text(as_toml(write_run(folder)))
+    return file
+
+
+def launch_on(pool: RankPool, file: Path, shape: Sequence[int]) -> drill.Launch:
+    """As the command does, but on ranks that are there already."""
+
+    def launch(changes: Sequence[str], faults: Sequence[Fault]) -> int:
+        grid = [f"grid.{axis}={size}" for axis, size in zip(("data", "z", "y", "x"), shape, strict=True)]
+        run = load_run(file, [*grid, *changes])
+        try:
+            pool.run(run_ranks, run.grid.size, run, faults)
+        except RankError as error:
+            (Path(run.logging.folder) / "error.txt").write_text(str(error))
+            return 1
+        return 0
+
+    return launch
+
+
+def options(folder: Path, **given: Any) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{"folder": folder, "seed": 3, "set": [], "file": None, "timeout_s": 5.0} | given
+    )
+
+
+# One of each kind; `benchmarks.faults` has all of them.
+SOME = (
+    "a rank is killed while it writes its weights",
+    "a file of the newest checkpoint is damaged",
+    "a gradient is no number",
+    "a bit of a replica's weights is flipped",
+    "a rank is slow",
+    "a rank is stopped",
+)
+
+
+def test_the_exercises_of_a_drill_come_out_right(pool: RankPool, run_file: Path, tmp_path: Path) -> None:
+    wanted = [e for e in drill.exercises(2, 2, 3, 5.0) if e.name in SOME]
+    assert len(wanted) == len(SOME)
+    outcomes = list(drill.drill(tmp_path, wanted, launch_on(pool, run_file, (2, 1, 1, 1)), seed=3))
+    assert [outcome for outcome in outcomes if outcome.wrong] == []
+    assert [outcome.name for outcome in outcomes] == ["nothing is disturbed", *SOME]
+    assert "SIGKILL" in (tmp_path / "01/logs/error.txt").read_text()
+
+
+def test_a_drill_sees_a_run_that_does_not_come_back_as_it_was(
+    pool: RankPool, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = launch_on(pool, run_file, (1, 2, 1, 1))
+
+    def forgetful(changes: Sequence[str], faults: Sequence[Fault]) -> int:
+        """Started again it begins with other numbers; and it never says that it failed."""
+        if not faults and "undisturbed" not in changes[0]:
+            shutil.rmtree(changes[0].partition("=")[2])
+            return whole([*changes, "optimizer.lr=1e-3"], faults)
+        whole(changes, faults)
+        return 0
+
+    fault = Fault.parse("kill:at=optimizer,rank=1,step=3")
+    status = command.drill(
+        options(tmp_path / "drill"), load_run(run_file, ["grid.z=2"]), 2, [fault], forgetful
+    )
+    said = capsys.readouterr().out
+    assert status == 1
+    assert "as if nothing had happened" in said
+    assert "rank-1.safetensors is not that of the undisturbed run" in said
+
+
+def test_a_fault_of_a_rank_that_is_not_there_is_refused(run_file: Path, tmp_path: Path) -> None:
+    fault = Fault("kill", "step", rank=7)
+    with pytest.raises(ValueError, match="rank 7, and the run has 2 ranks"):
+        command.drill(options(tmp_path / "d"), load_run(run_file), 2, [fault], lambda c, f: 0)
+
+
+def test_a_run_on_a_cluster_is_compared_by_its_checkpoints(
+    pool: RankPool, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `fourfold drill` does as a rank, and `--compare` after it."""
+    words = ["drill", str(run_file), "--folder", str(tmp_path)]
+    assert pool.run(as_rank, 1, words) == [0]
+    with pytest.raises(RankError, match="SIGKILL"):
+        pool.run(as_rank, 1, [*words, "--fault", "kill:at=optimizer,step=5"])
+    assert pool.run(as_rank, 1, [*words, "--fault", "kill:at=optimizer,step=5"]) == [0]  # it happens once
+    assert main([*words, "--compare"]) == 0
+    drill.damage(tmp_path / "disturbed/checkpoints/step-8", 0)
+    assert main([*words, "--compare"]) == 1
+    assert "no valid checkpoint of step 8" in capsys.readouterr().out
+
+
+def as_rank(words: list[str]) -> int:
+    return main(words)
