@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # No public call sets the time-out of a group that exists (seen in torch 2.13.0).
@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 if TYPE_CHECKING:
     from fourfold.parallel.collectives import Collectives
 
+FRESH_STORE = "FOURFOLD_FRESH_STORE"  # set by our own agent: the store is of this attempt alone
 Axis = Literal["data", "z", "y", "x"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 
@@ -234,10 +235,17 @@ def _start_process_group(device: torch.device, timeout_s: float) -> None:
         if "MASTER_PORT" not in os.environ:
             # Every rank derives the same port from the job's number, and two jobs on a node rarely the same one.
             os.environ["MASTER_PORT"] = str(20000 + int(_slurm("SLURM_JOB_ID")) % 20000)
+    timeout = timedelta(seconds=timeout_s)
+    device_id = device if device.type == "cuda" else None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or FRESH_STORE in os.environ:
+        dist.init_process_group(_backend(device), timeout=timeout, device_id=device_id)
+        return
+    # torchrun keeps its store over restarts (2.13.0), and in it the addresses of ranks that are dead.
+    store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"attempt-{attempt}", store)
     dist.init_process_group(
-        _backend(device),
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        _backend(device), timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id
     )
 
 
