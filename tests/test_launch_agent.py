@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.local_slurm import wait_until
 from fourfold.launch import CONTINUE
 from tests import restart_rank, slurm_rank
-from tests.slurm import wait_until
 
 
 def test_an_interrupt_lets_the_ranks_save(tmp_path: Path) -> None:
