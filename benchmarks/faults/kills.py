@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.faults import small_run
+from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
 from fourfold.faults.drill import compare
 from fourfold.faults.fault import Fault, random_kill
@@ -116,9 +116,9 @@ def disturbed(folder: Path, shape: tuple[int, ...], steps: int, seed: int, kills
         )
         return outcome
     outcome.wrong += compare(here, undisturbed, steps)
-    mine, theirs = small_run.traces(here / "logs"), small_run.traces(undisturbed / "logs")
+    mine, theirs = traced_run.traces(here / "logs"), traced_run.traces(undisturbed / "logs")
     for rank in range(RANKS):
-        if small_run.steps_done(mine[rank]) != small_run.steps_done(theirs[rank]):
+        if traced_run.steps_done(mine[rank]) != traced_run.steps_done(theirs[rank]):
             outcome.wrong.append(f"rank {rank} did other steps than undisturbed")
     read_outcome(here / "logs", outcome)
     if not outcome.wrong:
@@ -128,7 +128,7 @@ def disturbed(folder: Path, shape: tuple[int, ...], steps: int, seed: int, kills
 
 def read_outcome(logs: Path, outcome: Outcome) -> None:
     """Kills, attempts, times and lost steps, from what the ranks wrote down."""
-    lines = [line for own in small_run.traces(logs).values() for line in own]
+    lines = [line for own in traced_run.traces(logs).values() for line in own]
     killed_s = {int(note.parent.name): note.stat().st_mtime for note in (logs / "killed").glob("*/*")}
     outcome.kills, outcome.attempts = len(killed_s), 1 + max(line["attempt"] for line in lines)
     for attempt, kill_s in sorted(killed_s.items()):
@@ -150,7 +150,7 @@ def read_outcome(logs: Path, outcome: Outcome) -> None:
 
 def train(folder: Path, shape: tuple[int, ...], steps: int, seed: int, kills: int) -> int:
     """4 ranks under the agent; what they end with."""
-    file = small_run.write(
+    file = traced_run.write(
         folder,
         grid=dict(zip(("data", "z", "y", "x"), shape, strict=True)),
         schedule={"steps": steps},
@@ -199,10 +199,10 @@ def rank_main(file: Path, seed: int, kills: int) -> int:
 
     config = load_run(file)
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-    trace = small_run.Trace(config, attempt)
+    trace = traced_run.Trace(config, attempt)
     trace.say(begins=True)
     faults = []
-    notes = small_run.beside(config, "killed") / str(attempt)  # of what happened, and when
+    notes = traced_run.beside(config, "killed") / str(attempt)  # of what happened, and when
     if attempt < kills:
         done = max(steps(open_folder(config.checkpoints.folder)), default=0)
         fault, is_young = kill_of(seed, attempt, done)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import local_slurm
-from benchmarks.faults import small_run
+from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
 from benchmarks.local_slurm import ENDED, state, wait_until
 from fourfold.faults.drill import compare
@@ -96,7 +96,7 @@ class Job:
         self._number = submit(script, job.logs)
 
     def _write(self, steps: int) -> None:
-        small_run.write(
+        traced_run.write(
             self.folder,
             grid={"x": 2},
             schedule={"steps": steps},
