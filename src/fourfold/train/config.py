@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+MAX_BYTES = 2**20  # of the file
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -257,12 +258,12 @@ class ReliabilitySection(Section):
     )
     check_every_steps: PositiveInt = Field(
         10,
-        description="Steps between two comparisons of the weights of replicas, and of the times of ranks; on GPUs each "
-        "waits for the device.",
+        description="Steps between two comparisons of the weights of replicas; the times of ranks are compared twice as often. "
+        "On GPUs each waits for the device.",
     )
     straggler_factor: Annotated[float, Field(gt=1)] = Field(
         1.15,
-        description="A rank that takes so many times as long as the others, twice in a row, is named.",
+        description="A rank that takes so many times as long as the others, three times in a row, is named.",
     )
 
 
@@ -339,6 +340,10 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     path = Path(path)
     if not path.exists():
         raise ConfigError(f"there is no {path}; `fourfold init {path}` writes a starting file")
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ConfigError(
+            f"{path} has {size} bytes; a run's file has a few thousand, and no more than {MAX_BYTES}"
+        )
     try:
         values = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
