@@ -84,8 +84,9 @@ def beside(run: RunConfig, name: str) -> Path:
 class Trace(Callback):
     """What this rank did, a line of JSON for each step: its loss, the state of its generator, what it was fed, and when."""
 
-    def __init__(self, run: RunConfig, attempt: int) -> None:
+    def __init__(self, run: RunConfig, attempt: int, *, slow_s: float = 0.0) -> None:
         self._folder, self._attempt = beside(run, "trace"), attempt
+        self._slow_s = slow_s  # that each step sleeps
         self._file: IO[bytes] | None = None
         self._fed = hashlib.sha256()
 
@@ -122,6 +123,7 @@ class Trace(Callback):
             samples=trainer.training.data["samples"],
         )
         self._fed = hashlib.sha256()
+        time.sleep(self._slow_s)
 
 
 Line = dict[str, Any]

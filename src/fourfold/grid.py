@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# No public call sets the time-out of a group that exists (seen in torch 2.13.0).
-from torch.distributed.distributed_c10d import _set_pg_timeout
+# No public call sets the time-out of a group that exists, or gives the store of the default one (seen in torch 2.13.0).
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 if TYPE_CHECKING:
     from fourfold.parallel.collectives import Collectives
@@ -213,6 +213,26 @@ def join_world(device_type: str | None = None, timeout_s: float = 600.0) -> None
         world_size=1,
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def keep_ranks(ranks: int, timeout_s: float = 600.0) -> tuple[PrefixStore, bool]:
+    """Go on with the first so many ranks as the world; (a store that all of the old one see, is this one of the new?)."""
+    store, rank = PrefixStore(f"first-{ranks}", _get_default_store()), dist.get_rank()
+    device = _local_device(None)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank >= ranks:
+        return store, False
+    os.environ["WORLD_SIZE"] = str(ranks)
+    dist.init_process_group(
+        _backend(device),
+        timeout=timedelta(seconds=timeout_s),
+        store=PrefixStore("world", store),
+        rank=rank,
+        world_size=ranks,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return store, True
 
 
 def _backend(device: torch.device) -> str:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    from fourfold.launch.elastic import has_saved
+    from fourfold.launch.elastic import has_saved, run_and_rejoin
     from fourfold.train.stop import AGAIN_S
 
     interrupts_s: list[float] = []
@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     _mend_torchrun()
     try:
         # torchrun would put its own handlers in place of ours.
-        run(parse_args(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments]))
+        options = parse_args(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
+        run_and_rejoin(options, run)
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         if has_saved(failure.exitcode):
@@ -99,7 +100,7 @@ def _end(signum: int, frame: FrameType | None) -> None:
     agent = _agent()
     if agent is None or not agent.ranks():  # they have not met yet, so there is nothing to save
         sys.exit(CONTINUE)
-    agent.is_asked_to_end = True
+    agent.ask_to_end()
     # At once, and again and again: a rank that still imports does not hear it.
     signal.setitimer(signal.ITIMER_REAL, 1e-3, REPEAT_S)
 

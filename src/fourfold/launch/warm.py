@@ -26,6 +26,7 @@ PRELOAD = (
     "fourfold.launch.deaf",
     "fourfold.train.run",
     "fourfold.cli.main",
+    "fourfold.planner.plan",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "torch.distributed.fsdp",
