@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 FEWER = 64  # ranks that may be left idle, before a number of them is refused
 
 
-def settle(run: RunConfig, ranks: int, *, quiet: bool = False) -> RunConfig:
+def settle(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False) -> RunConfig:
     """The run with a layout for these ranks, or for fewer if these cannot share the work."""
     kept = layout_of_checkpoint(run, ranks)
     if kept is not None:
         return kept
     # Whoever starts again has ranks that wait: formulas alone choose then, in less than a second.
-    simulate = 0 if _newest_values(run) is not None else 8
+    simulate = 0 if _newest_values(run) is not None else simulate
     refusals: list[ValueError] = []
     for used in range(ranks, max(0, ranks - FEWER), -1):
         try:
