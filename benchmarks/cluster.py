@@ -202,10 +202,6 @@ class Cluster:
         When one rank fails, all others are ended. After `timeout_s` they are too, and the code is 124. Ranks write
         to `stdout`, or where the caller does. With `pin`, host i has core i (modulo their number) to itself.
         """
-        # Names are not resolved on this network, at once and harmlessly; c10d would warn of each one.
-        environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ
-        environment |= {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
-        environment[VARIABLE] = f"{self.run_name}:{self.hosts}"
         port = next(self._ports)
         until_s = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
         cores = sorted(os.sched_getaffinity(0))
@@ -215,15 +211,7 @@ class Cluster:
                 torchrun += ["--nproc-per-node", str(ranks_per_host), "--node-rank", str(index)]
                 torchrun += ["--master-addr", self.address(0), "--master-port", str(port)]
                 torchrun += ["--local-addr", self.address(index)]
-                core = cores[index % len(cores)] if pin else None
-                agent = subprocess.Popen(
-                    ["ip", "netns", "exec", _host(self.run_name, index), *torchrun, *command],
-                    env=environment,
-                    stdout=stdout,
-                    start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends them in order
-                    preexec_fn=functools.partial(_begin_agent, core),
-                )
-                self._agents.append(agent)
+                self.start(index, [*torchrun, *command], stdout, cores[index % len(cores)] if pin else None)
             while True:
                 codes = [agent.poll() for agent in self._agents]
                 failed = [code for code in codes if code]
@@ -238,6 +226,24 @@ class Cluster:
         finally:
             with _signals_held():
                 self._stop()
+
+    def start(
+        self, host: int, command: list[str], stdout: int | IO[bytes] | None = None, core: int | None = None
+    ) -> subprocess.Popen[bytes]:
+        """A process on a host, which ends with the cluster."""
+        # Names are not resolved on this network, at once and harmlessly; c10d would warn of each one.
+        environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ
+        environment |= {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+        environment[VARIABLE] = f"{self.run_name}:{self.hosts}"
+        agent = subprocess.Popen(
+            ["ip", "netns", "exec", _host(self.run_name, host), *command],
+            env=environment,
+            stdout=stdout,
+            start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends them in order
+            preexec_fn=functools.partial(_begin_agent, core),
+        )
+        self._agents.append(agent)
+        return agent
 
     def _stop(self) -> None:
         """End what runs on the hosts. Workers have sessions of their own, so agents alone would not do."""

@@ -1,15 +1,19 @@
-"""The agent between a terminal or a batch system and the ranks: an interrupt lets them save, however long that takes."""
+"""The agent between a terminal or a batch system and the ranks: they save when it is interrupted, and come back when one dies."""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from benchmarks.local_slurm import wait_until
 from fourfold.launch import CONTINUE
-from tests import slurm_rank
-from tests.slurm import wait_until
+from tests import restart_rank, slurm_rank
 
 
 def test_an_interrupt_lets_the_ranks_save(tmp_path: Path) -> None:
@@ -22,3 +26,45 @@ def test_an_interrupt_lets_the_ranks_save(tmp_path: Path) -> None:
         assert agent.wait(60) == CONTINUE
     # From the terminal, and from the agent, which does not know whether the terminal has sent it to the ranks.
     assert json.loads((tmp_path / "saved.json").read_text())[0] in ("SIGINT", "SIGUSR1")
+
+
+def agents(folder: Path, module: str, options: Sequence[str], hosts: int = 2) -> list[int]:
+    """What the agents of so many hosts end with, each with one rank; all on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        f"--nnodes={hosts}",
+        "--nproc-per-node=1",
+        f"--master-port={port}",
+    ]
+    command += ["--master-addr=127.0.0.1"]
+    started = [
+        subprocess.Popen([*command, f"--node-rank={host}", *options, str(folder)]) for host in range(hosts)
+    ]
+    return [agent.wait(90) for agent in started]
+
+
+@pytest.mark.parametrize("module", ["fourfold.launch.agent", "torch.distributed.run"])
+def test_ranks_of_two_hosts_meet_again_at_the_first_try(tmp_path: Path, module: str) -> None:
+    """Also under torchrun itself, whose ranks find the addresses of the dead in its store."""
+    assert agents(tmp_path, module, ["--max-restarts=1", restart_rank.__file__]) == [0, 0]
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(
+        ("0-0", "0-1", "1-0", "1-1"), "2"
+    )
+
+
+def test_a_run_that_is_refused_is_not_started_again(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "fourfold.launch.agent",
+        "--standalone",
+        "--max-restarts=3",
+        "--no-python",
+    ]
+    ended = subprocess.run([*command, "sh", "-c", f"echo x >> {tmp_path}/starts; exit 2"], timeout=60)
+    assert ended.returncode == 1
+    assert (tmp_path / "starts").read_text() == "x\n"

@@ -14,10 +14,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from benchmarks.local_slurm import wait_until
 from fourfold.cli.main import main
 from fourfold.launch.kubernetes import KubernetesJob, manifest, resources
 from fourfold.launch.world import World
-from tests.slurm import wait_until
 
 pytest.importorskip("kubernetes", reason="kubernetes is not installed: pip install fourfold[kubernetes-test]")
 from kubernetes.client.models.v1_config_map import V1ConfigMap

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import local_slurm as slurm
+from benchmarks.local_slurm import state, wait_until
 from fourfold.cli.main import main
 from fourfold.launch.slurm import SlurmJob, render, submit
 from fourfold.launch.world import World
-from tests import slurm, slurm_rank
-from tests.slurm import state, wait_until
+from tests import slurm_rank
 from tests.training import as_toml, write_run
 
 RUN = """\

@@ -20,7 +20,7 @@ import time
 from benchmarks.faults.row import Part, Row
 
 # In the order of what they need: files alone, then ranks, then clusters.
-PARTS: tuple[str, ...] = ("saves", "hostile", "peers", "numbers")
+PARTS: tuple[str, ...] = ("saves", "hostile", "peers", "numbers", "kills", "slurm", "elastic")
 
 
 def main() -> int:

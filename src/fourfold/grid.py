@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# No public call sets the time-out of a group that exists (seen in torch 2.13.0).
-from torch.distributed.distributed_c10d import _set_pg_timeout
+# No public call sets the time-out of a group that exists, or gives the store of the default one (seen in torch 2.13.0).
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 if TYPE_CHECKING:
     from fourfold.parallel.collectives import Collectives
 
+FRESH_STORE = "FOURFOLD_FRESH_STORE"  # set by our own agent: the store is of this attempt alone
 Axis = Literal["data", "z", "y", "x"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 
@@ -214,6 +215,26 @@ def join_world(device_type: str | None = None, timeout_s: float = 600.0) -> None
     )
 
 
+def keep_ranks(ranks: int, timeout_s: float = 600.0) -> tuple[PrefixStore, bool]:
+    """Go on with the first so many ranks as the world; (a store that all of the old one see, is this one of the new?)."""
+    store, rank = PrefixStore(f"first-{ranks}", _get_default_store()), dist.get_rank()
+    device = _local_device(None)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank >= ranks:
+        return store, False
+    os.environ["WORLD_SIZE"] = str(ranks)
+    dist.init_process_group(
+        _backend(device),
+        timeout=timedelta(seconds=timeout_s),
+        store=PrefixStore("world", store),
+        rank=rank,
+        world_size=ranks,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return store, True
+
+
 def _backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
@@ -234,10 +255,17 @@ def _start_process_group(device: torch.device, timeout_s: float) -> None:
         if "MASTER_PORT" not in os.environ:
             # Every rank derives the same port from the job's number, and two jobs on a node rarely the same one.
             os.environ["MASTER_PORT"] = str(20000 + int(_slurm("SLURM_JOB_ID")) % 20000)
+    timeout = timedelta(seconds=timeout_s)
+    device_id = device if device.type == "cuda" else None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or FRESH_STORE in os.environ:
+        dist.init_process_group(_backend(device), timeout=timeout, device_id=device_id)
+        return
+    # torchrun keeps its store over restarts (2.13.0), and in it the addresses of ranks that are dead.
+    store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"attempt-{attempt}", store)
     dist.init_process_group(
-        _backend(device),
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        _backend(device), timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id
     )
 
 

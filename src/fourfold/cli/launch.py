@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fourfold.launch import MAX_RESTARTS
+
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("launch", help="start a run on a cluster")
@@ -52,6 +54,12 @@ def _add_slurm(systems: Any) -> None:
         help="seconds before the time limit at which the run is told to save (default: 120)",
     )
     parser.add_argument("--max-requeues", type=int, default=100, help="(default: 100)")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=MAX_RESTARTS,
+        help=f"of the ranks within a start of the job, when one dies (default: {MAX_RESTARTS})",
+    )
     parser.add_argument("--out", type=Path, help="the script (default: beside the run's file)")
     parser.add_argument("--dry-run", action="store_true", help="write the script, but do not submit it")
     parser.add_argument("--print", action="store_true", help="only show the script")
@@ -133,6 +141,7 @@ def slurm(options: argparse.Namespace) -> int:
         setup=options.setup,
         warning_s=options.warning_s,
         max_requeues=options.max_requeues,
+        max_restarts=options.max_restarts,
     )
     script = render(job)
     if options.print:

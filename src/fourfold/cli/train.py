@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.launch import CONTINUE
+from fourfold.launch import CONTINUE, MAX_RESTARTS
 
 if TYPE_CHECKING:
     from fourfold.train.config import RunConfig
@@ -21,7 +21,8 @@ def add_to(commands: Any) -> None:
         help="train a model as a file says",
         description="Train a model as a TOML file says. Alone it starts a rank on every device that the grid needs, or on "
         "the CPU; under torchrun or srun it joins the ranks that are there. Run the same command again after an "
-        "interruption: it goes on from the newest checkpoint, also on another grid. Asked to stop (SIGINT, SIGTERM, or SIGUSR1 to "
+        "interruption: it goes on from the newest checkpoint, also on another grid. If a rank dies, all that it has started "
+        "here begin again from the newest checkpoint; under torchrun that is torchrun's --max-restarts. Asked to stop (SIGINT, SIGTERM, or SIGUSR1 to "
         f"the ranks), it saves after the step and ends with status {CONTINUE}.",
     )
     parser.add_argument("file", type=Path, help="the run's file; `fourfold init` writes one")
@@ -34,6 +35,12 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--ranks", type=int, help="of this machine, where the planner chooses the grid (its GPUs)"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help=f"start the ranks of this machine again so often when one dies ({MAX_RESTARTS}); one alone is not",
     )
     parser.add_argument(
         "--profile", metavar="STEPS", help="write a trace of these steps for ui.perfetto.dev, such as 10:12"
@@ -55,9 +62,15 @@ def run(options: argparse.Namespace) -> int:
     ranks = local_ranks(config, options.ranks)
     check(config)
     if ranks == 1:
+        if options.max_restarts:
+            raise ValueError(
+                f"--max-restarts {options.max_restarts} has no effect on a grid of one rank, which nobody watches; leave it "
+                "out, or start it with python -m fourfold.launch.agent"
+            )
         return _train(config, options)
     command = [str(options.file), *(f"--set={change}" for change in changes)]
-    return start_ranks(ranks, ["train", *command])
+    restarts = MAX_RESTARTS if options.max_restarts is None else options.max_restarts
+    return start_ranks(ranks, ["train", *command], restarts)
 
 
 def _is_rank() -> bool:

@@ -185,15 +185,15 @@ def changes_for(run: Path) -> list[str]:
     ]
 
 
-def compare(run: Path, undisturbed: Path) -> list[str]:
+def compare(run: Path, undisturbed: Path, step: int = STEPS) -> list[str]:
     """In what the last checkpoints differ: weights, optimizer, step, samples, seed."""
     found = []
     for which in (run, undisturbed):
         root = open_folder(which / "checkpoints")
-        if not steps(root) or find_damage(root.child(step_name(STEPS)), STEPS):
-            return [f"{root}: has no valid checkpoint of step {STEPS}"]
-        folder = root.child(step_name(STEPS))
-        hashes = {n: r.xxh3_128 for n, r in read_manifest(folder, STEPS).files.items() if n != VALUES}
+        if not steps(root) or find_damage(root.child(step_name(step)), step):
+            return [f"{root}: has no valid checkpoint of step {step}"]
+        folder = root.child(step_name(step))
+        hashes = {n: r.xxh3_128 for n, r in read_manifest(folder, step).files.items() if n != VALUES}
         values = read_json(folder, VALUES)
         found.append(hashes | {key: json.dumps(values[key]) for key in ("step", "seed", "data", "optimizer")})
     mine, theirs = found

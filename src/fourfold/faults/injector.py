@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.faults.fault import Fault
-from fourfold.faults.plant import Planted, happen, in_files
+from fourfold.faults.plant import Planted, in_files
 from fourfold.parallel.collectives import Flight
 from fourfold.train.trainer import Callback, StepResult, Trainer
 
@@ -49,7 +49,7 @@ class Injector(Callback):
                 ends.callback(hook.remove)
             for fault in planted.faults:
                 if fault.at == "instant":
-                    timer = threading.Timer(fault.seconds, happen, [fault])
+                    timer = threading.Timer(fault.seconds, planted.happen_once, [fault])
                     timer.daemon = True
                     timer.start()
                     ends.callback(timer.cancel)

@@ -43,6 +43,11 @@ class Planted:
             happen(fault)
         return due
 
+    def happen_once(self, fault: Fault) -> None:
+        """Now, wherever the rank is."""
+        if self._spend(fault):
+            happen(fault)
+
     def _spend(self, fault: Fault) -> bool:
         """Note that it happens, before it does; False if it has already."""
         if self._spent is None:

@@ -2,7 +2,8 @@
 
 torchrun alone does neither (seen in torch 2.13.0). It dies of SIGUSR1, and leaves its ranks behind. On SIGTERM and SIGINT
 it passes the signal on, but kills what has not ended after 30 seconds. And whatever the ranks end with, it ends with 1,
-so that "saved, to be continued" looks like a crash. All options are torchrun's.
+so that "saved, to be continued" looks like a crash. What is the matter with its restarts is in `elastic`, and `warm` makes
+them short. All options are torchrun's.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from fourfold.launch import CONTINUE
+
+if TYPE_CHECKING:
+    from fourfold.launch.elastic import Agent
 
 REPEAT_S = 2.0
 
@@ -29,10 +33,16 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGALRM, _warn_ranks)
 
+    from fourfold.launch import warm
+
+    if "-m" in arguments:  # what ranks import is imported meanwhile
+        warm.start_server()
+
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    from fourfold.launch.elastic import has_saved, run_and_rejoin
     from fourfold.train.stop import AGAIN_S
 
     interrupts_s: list[float] = []
@@ -45,14 +55,14 @@ def main(arguments: Sequence[str]) -> int:
         _end(signum, frame)
 
     signal.signal(signal.SIGINT, interrupt)
+    _mend_torchrun()
     try:
         # torchrun would put its own handlers in place of ours.
-        run(parse_args(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments]))
+        options = parse_args(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
+        run_and_rejoin(options, run)
     except ChildFailedError as error:
-        # The first to end says why; it is for its sake that the others were stopped.
         _, failure = error.get_first_failure()
-        # A rank dies of the warning only on its way out, when Python has given up its handlers: it had saved by then.
-        if failure.exitcode in (CONTINUE, -signal.SIGUSR1):
+        if has_saved(failure.exitcode):
             return CONTINUE
         print(error, file=sys.stderr)
         return 1
@@ -65,24 +75,41 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _mend_torchrun() -> None:
+    """Its own parts, in place of those that it would take; there are no options for them (seen in torch 2.13.0)."""
+    from torch.distributed.elastic.multiprocessing import api as processes
+    from torch.distributed.launcher import api as launcher
+
+    from fourfold.grid import FRESH_STORE
+    from fourfold.launch import elastic, warm
+
+    # Otherwise a host that comes later waits for the store of the first round; the ranks have one of their own.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[FRESH_STORE] = "1"
+    launcher.LocalElasticAgent = elastic.Agent  # type: ignore[attr-defined]
+    processes.get_subprocess_handler = warm.start_rank  # type: ignore[attr-defined]
+
+
+def _agent() -> Agent | None:
+    """Once it is there; torch may still be on its way."""
+    module = sys.modules.get("fourfold.launch.elastic")
+    return module.Agent.current if module is not None and hasattr(module, "Agent") else None
+
+
 def _end(signum: int, frame: FrameType | None) -> None:
-    if not _children():  # they have not met yet, so there is nothing to save
+    agent = _agent()
+    if agent is None or not agent.ranks():  # they have not met yet, so there is nothing to save
         sys.exit(CONTINUE)
+    agent.ask_to_end()
     # At once, and again and again: a rank that still imports does not hear it.
     signal.setitimer(signal.ITIMER_REAL, 1e-3, REPEAT_S)
 
 
 def _warn_ranks(signum: int, frame: FrameType | None) -> None:
-    for rank in _children():
+    agent = _agent()
+    for rank in agent.ranks() if agent is not None else []:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, signal.SIGUSR1)
-
-
-def _children() -> list[int]:
-    """The processes that this one started."""
-    return [
-        int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()
-    ]
 
 
 if __name__ == "__main__":

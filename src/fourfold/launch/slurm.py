@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from fourfold.launch import CONTINUE
+from fourfold.launch import CONTINUE, MAX_RESTARTS
 from fourfold.launch.world import World
 
 # What the body relies on, and the option of `fourfold launch slurm` that sets it, if any does.
@@ -50,6 +50,8 @@ class SlurmJob:
     # From Slurm's warning to the time limit: a step and a checkpoint have to fit in.
     warning_s: int = 120
     max_requeues: int = 100
+    # Of the ranks, where the nodes stay.
+    max_restarts: int = MAX_RESTARTS
 
     def __post_init__(self) -> None:
         if self.warning_s < 10:
@@ -116,6 +118,7 @@ def render(job: SlurmJob) -> str:
         "logs": job.logs,
         "warning_s": job.warning_s,
         "max_requeues": job.max_requeues,
+        "max_restarts": job.max_restarts,
         "continue_status": CONTINUE,
     }
     lines = [

@@ -27,7 +27,7 @@ srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0
     --open-mode=append --output="$logs/%j/node-%n.log" \
     bash -c 'python=$1; shift
         exec "$python" -m fourfold.launch.agent \
-            --nnodes="$nodes" --nproc-per-node="$ranks_per_node" --max-restarts=0 \
+            --nnodes="$nodes" --nproc-per-node="$ranks_per_node" --max-restarts="$max_restarts" \
             --rdzv-backend=static --node-rank="$SLURM_NODEID" \
             --master-addr="$address" --master-port="$port" --rdzv-id="$meeting" \
             --log-dir="$logs/$SLURM_JOB_ID/node-$SLURM_NODEID" --redirects=3 --tee=0:3 \

@@ -1,13 +1,84 @@
-"""`grid.auto`: the planner's fastest layout for the ranks that are there, as if it had been written into the run's file."""
+"""`grid.auto`: the planner's fastest layout for the ranks that are there, as if it had been written into the run's file.
+
+When a host is gone or two have come, the same run finds another number of ranks, and gets another layout with the same global
+batch. Started again on as many as before, it keeps the layout of its newest checkpoint, and nobody waits for the planner.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fourfold.train.config import RunConfig
+from fourfold.train.checkpoint.commit import step_name
+from fourfold.train.checkpoint.folder import open_folder
+from fourfold.train.checkpoint.latest import steps
+from fourfold.train.checkpoint.manifest import Damaged
+from fourfold.train.checkpoint.state import read_values
+from fourfold.train.config import RunConfig, from_dict
 
 if TYPE_CHECKING:
     from fourfold.planner.layout import Layout
+
+
+FEWER = 64  # ranks that may be left idle, before a number of them is refused
+
+
+def settle(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False) -> RunConfig:
+    """The run with a layout for these ranks, or for fewer if these cannot share the work."""
+    kept = layout_of_checkpoint(run, ranks)
+    if kept is not None:
+        return kept
+    # Whoever starts again has ranks that wait: formulas alone choose then, in less than a second.
+    simulate = 0 if _newest_values(run) is not None else simulate
+    refusals: list[ValueError] = []
+    for used in range(ranks, max(0, ranks - FEWER), -1):
+        try:
+            return choose_layout(run, used, simulate=simulate, quiet=quiet)
+        except ValueError as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
+    """The run on the layout of its newest checkpoint, if that is of so many ranks, and of a run that asks for the same."""
+    values = _newest_values(run)
+    if values is None:
+        return None
+    try:
+        before = from_dict(values["config"])
+    except ValueError:  # of another version, or of no run
+        return None
+    given = run.engine.model_fields_set
+    is_same = (
+        before.grid.size == ranks
+        and before.grid.cluster == run.grid.cluster
+        and before.model == run.model
+        and before.sequences == run.sequences
+        and before.data.sequence_length == run.data.sequence_length
+        and before.engine.precision == run.engine.precision
+        and run.engine.weights in ("auto", before.engine.weights)
+        and (
+            "activation_checkpointing" not in given
+            or run.engine.activation_checkpointing == before.engine.activation_checkpointing
+        )
+    )
+    if not is_same:
+        return None
+    sections = {
+        "grid": before.grid,
+        "engine": before.engine,
+        "batch": run.batch.model_copy(update={"micro_batch_sequences": before.batch.micro_batch_sequences}),
+    }
+    return run.model_copy(update=sections)
+
+
+def _newest_values(run: RunConfig) -> dict[str, Any] | None:
+    """What the newest checkpoint says beside its tensors."""
+    root = open_folder(run.checkpoints.folder)
+    found = steps(root) if run.checkpoints.resume else []
+    try:
+        return read_values(root.child(step_name(found[-1]))) if found else None
+    except (Damaged, OSError):
+        return None
 
 
 def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False) -> RunConfig:
@@ -35,13 +106,25 @@ def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool 
         keep_inputs=(engine.keep_inputs,) if inputs_are_given else (True, False),
         quiet=quiet,
     )
+    # The samples of the evaluation are shared like those of the batch.
+    fitting = [
+        estimate.layout
+        for estimate in found.ranked
+        if run.evaluation.sequences % (estimate.layout.data * estimate.layout.z) == 0
+    ]
+    if found.ranked and not fitting:
+        layout = found.ranked[0].layout
+        raise ValueError(
+            f"evaluation.sequences={run.evaluation.sequences} does not divide over the data*z of any layout of {ranks} ranks; "
+            f"use a multiple of {layout.data * layout.z}, which is the fastest"
+        )
     if not found.ranked:
         why = "; ".join(f"{r.layout}: {r.reason}" for r in found.rejected[:3])
         raise ValueError(
             f"no layout of {ranks} ranks can train this model on {run.grid.cluster}: {why}; use more ranks, or another "
             "batch.tokens"
         )
-    return with_layout(run, found.ranked[0].layout)
+    return with_layout(run, fitting[0])
 
 
 def with_layout(run: RunConfig, layout: Layout) -> RunConfig:

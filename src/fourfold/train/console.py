@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fourfold.grid import AXES
 from fourfold.train.facts import in_words
 from fourfold.train.figures_text import Figure, clock, columns_of, line_of, that_fit
 from fourfold.train.meter import is_logged
@@ -45,7 +47,7 @@ class Lines(Callback):
         for note in trainer.report.notes:  # an option without effect, a weight that nobody takes
             self._say(f"  {note}")
         if trainer.step:
-            self._say(f"goes on behind step {trainer.step} of {trainer.run.schedule.steps}")
+            self._say(f"goes on behind step {trainer.step} of {trainer.run.schedule.steps}{_was_on(trainer)}")
         if self._console.is_terminal:
             self._screen = _Screen(self._console, trainer)
 
@@ -169,3 +171,12 @@ def _nice(steps: float) -> int:
             if factor * size >= steps:
                 return factor * size
         size *= 10
+
+
+def _was_on(trainer: Trainer) -> str:
+    """Of a run that had another grid before, such as that of a host more."""
+    before, grid = trainer.training.saved_on, trainer.grid
+    if before is None or before == grid.shape:
+        return ""
+    was = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, before, strict=True))
+    return f", which was saved on {math.prod(before)} ranks ({was}); now there are {math.prod(grid.shape)} {grid}"

@@ -70,6 +70,7 @@ class Meter(Callback):
             # Not from the step: a run may be resumed with another batch.
             "tokens": trainer.training.data["samples"] * trainer.run.data.sequence_length,
             "steps": steps,
+            "ranks": trainer.grid.mesh.size(),  # hosts may have come or gone
             "time": time.time(),
             "memory_bytes": memory_bytes(trainer.grid.device),
             "data_wait_s": beside_s.pop("data", 0.0) / steps,

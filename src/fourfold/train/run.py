@@ -10,11 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fourfold.grid import Grid, join_world
-from fourfold.train.automatic import choose_layout
+from fourfold.grid import Grid, join_world, keep_ranks
+from fourfold.train.automatic import settle
 from fourfold.train.checkpoint.save import Checkpoints
 from fourfold.train.config import RunConfig
 from fourfold.train.hang import LostRanks
+from fourfold.train.idle import tell_idle, wait_idle
 from fourfold.train.stop import StopRequest
 from fourfold.train.trainer import Callback, Trainer
 from fourfold.train.watchers import callbacks_of
@@ -32,8 +33,17 @@ def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
         # What ranks have done lately is in the report of a hang; read when groups are made.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
         join_world()
+    run = on_all_ranks(run)
+    used, ranks = run.grid.size, dist.get_world_size()
+    idle_store = None
+    if run.grid.cluster is not None and used < ranks:
+        if not is_ours:
+            raise ValueError(f"no layout of {ranks} ranks can train this model; start {used}")
+        rank = dist.get_rank()
+        idle_store, is_used = keep_ranks(used)
+        if not is_used:
+            return wait_idle(idle_store, rank, used)
     with ExitStack() as ends:
-        run = on_all_ranks(run)
         shape = (run.grid.data, run.grid.z, run.grid.y, run.grid.x)
         trainer = Trainer(run, Grid.create(shape), [*first, *callbacks_of(run)])
         checkpoints = ends.enter_context(Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep))
@@ -49,6 +59,8 @@ def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
                 os._exit(1)
             raise
         stop.close()
+    if idle_store is not None and dist.get_rank() == 0:
+        tell_idle(idle_store, trainer.is_done)
     if is_ours:  # not after an error: with collectives in flight it could wait for ever
         dist.destroy_process_group()
     return trainer.is_done
@@ -61,7 +73,7 @@ def on_all_ranks(run: RunConfig) -> RunConfig:
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = choose_layout(run, dist.get_world_size())
+            answer[0] = settle(run, dist.get_world_size())
         except Exception as refusal:  # whatever it is, the others wait for an answer
             answer[1] = str(refusal) if isinstance(refusal, ValueError | OSError) else repr(refusal)
     dist.broadcast_object_list(answer, src=0)

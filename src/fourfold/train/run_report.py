@@ -59,8 +59,9 @@ class RunReport(Callback):
         save_facts(self._folder, facts)
         try:
             # At once what was measured; then, where a cluster is known, the same with the prediction, which takes a dry run.
+            # Not for a run that is only stopped: somebody waits for its ranks.
             path = write_report(self._folder, cluster=None)
-            if trainer.run.grid.cluster is not None:
+            if trainer.run.grid.cluster is not None and trainer.is_done:
                 write_report(self._folder, cluster=trainer.run.grid.cluster)
             print(f"report: {path}", flush=True)
         except ValueError as reason:  # the run itself is done, and saved

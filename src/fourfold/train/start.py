@@ -54,8 +54,8 @@ def check(run: RunConfig) -> None:
         micro_batches(run.sequences // parts, run.batch.micro_batch_sequences)
 
 
-def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
-    """`fourfold ARGUMENTS` on so many ranks of this machine; what they end with."""
+def start_ranks(ranks: int, arguments: Sequence[str], max_restarts: int = 0) -> int:
+    """`fourfold ARGUMENTS` on so many ranks of this machine, again if one dies; what they end with."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from fourfold.launch import agent
@@ -64,6 +64,7 @@ def start_ranks(ranks: int, arguments: Sequence[str]) -> int:
         cores = len(os.sched_getaffinity(0))
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     try:
-        return agent.main(["--standalone", f"--nproc-per-node={ranks}", "-m", "fourfold", *arguments])
+        options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+        return agent.main([*options, "-m", "fourfold", *arguments])
     except SignalException as interrupted:  # again, or hung up on: the ranks were ended, saved or not
         return 128 + interrupted.sigval

@@ -46,6 +46,8 @@ class Training:
     config: dict[str, Any] = field(default_factory=dict)
     # What else decides how the run goes on, the same on all ranks.
     beside: dict[str, Any] = field(default_factory=dict)
+    # The grid of the checkpoint that it was set to, if it was.
+    saved_on: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def resume(training: Training, values: dict[str, Any]) -> None:
         training.schedule.load_state_dict(values["schedule"])
     training.step, training.seed, training.data = values["step"], values["seed"], values["data"]
     training.beside = values.get("beside", {})
+    training.saved_on = tuple(values["grid"])
     seed_ranks(training.report.grid, training.seed, training.step)
 
 

@@ -31,6 +31,8 @@ QUIET_S = 0.2  # without another report: all have reported that will
 LOOK_S = 0.05
 LEAVE_S = 0.4  # for the main thread to end by itself, once all is said
 
+REPORT_S = 5.0  # for all of a report
+
 _monitors = 0  # made so far; all ranks make them alike
 
 
@@ -45,8 +47,7 @@ class Monitor:
         self._watch, self._shape, self._folder, self._main = watch, shape, folder, main
         self._ends_process = ends_process
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._prefix = f"fourfold/hang/{attempt}/{_monitors}"
+        self._prefix = f"fourfold/hang/{_monitors}"  # the store is of this attempt alone
         # A connection of its own: the one of the main thread is locked while that one waits at it.
         self._store: Any = _get_default_store().clone()  # type: ignore[attr-defined]
         self._beat_s = max(BEAT_S, self._ranks / BEATS_PER_S)
@@ -87,6 +88,11 @@ class Monitor:
 
     def report(self, error: str) -> str:
         """Say where this rank stands, once; the first that does so sums up what all say, and rank 0 repeats it."""
+        if self._ends_process:
+            # On a host that is cut off, a call of the store does not return.
+            limit = threading.Timer(REPORT_S, os._exit, [1])
+            limit.daemon = True
+            limit.start()
         with self._lock:  # the main thread may come here too, when its collective fails
             if self._summary is None:
                 self._summary = self._report(error)

@@ -8,11 +8,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel")
 NODES = ("n0", "n1")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
 
 def why_not() -> str | None:
@@ -27,41 +28,35 @@ def find(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 
-@contextmanager
-def slurm(folder: Path) -> Iterator[None]:
-    """While it lasts, sbatch and its kind talk to this cluster."""
-    key = folder / "munge.key"
-    key.write_bytes(secrets.token_bytes(128))
-    key.chmod(0o600)
-    config = folder / "slurm.conf"
-    config.write_text(_config(folder))
-    before = os.environ.get("SLURM_CONF")
-    os.environ["SLURM_CONF"] = str(config)
-    daemons: list[subprocess.Popen[bytes]] = []
+class Daemons:
+    """The processes of the cluster."""
 
-    def start(name: str, *arguments: str) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *arguments: str, called: str | None = None) -> None:
         path = find(name)
         assert path
-        with open(folder / f"{name}.out", "ab") as out:
-            daemons.append(subprocess.Popen([path, *arguments], stdout=out, stderr=out))
+        with open(self._folder / f"{called or name}.out", "ab") as out:
+            self._running[called or name] = subprocess.Popen([path, *arguments], stdout=out, stderr=out)
 
-    try:
-        socket_file = folder / "munge.socket"
-        places = {"key": key, "pid": folder / "munge.pid", "seed": folder / "munge.seed"}
-        start(
-            "munged",
-            "--foreground",
-            "--force",
-            f"--socket={socket_file}",
-            *(f"--{name}-file={place}" for name, place in places.items()),
-        )
-        wait_until(socket_file.exists, "munge", 10)
-        start("slurmctld", "-D")
-        for node in NODES:
-            start("slurmd", "-D", "-N", node)
-        wait_until(lambda: ask("sinfo", "-h", "-o", "%T %D") == f"idle {len(NODES)}", "two idle nodes", 20)
-        yield
-    finally:
+    def start_node(self, node: str) -> None:
+        self.start("slurmd", "-D", "-N", node, called=node)
+
+    def lose_node(self, node: str) -> None:
+        """As if its power were off: its daemon and all that ran on it are gone, and nobody is told."""
+        daemon = self._running.pop(node)
+        daemon.kill()
+        daemon.wait()
+        ours = {pid: parent for pid, parent, said in _processes() if f"SLURMD_NODENAME={node}" in said}
+        steps = {parent for parent in ours.values() if _program(parent) == "slurmstepd"}
+        for pid in (*steps, *ours):  # those that would tell first
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        daemons = list(self._running.values())
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in daemons:
@@ -70,6 +65,52 @@ def slurm(folder: Path) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+
+
+def _processes() -> Iterator[tuple[int, int, set[str]]]:
+    """(the process, its parent, its environment) of all on this machine."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            said = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            yield int(folder.name), parent, set(said)
+
+
+def _program(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/exe").resolve().name
+    return ""
+
+
+@contextmanager
+def slurm(folder: Path) -> Iterator[Daemons]:
+    """While it lasts, sbatch and its kind talk to this cluster."""
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o600)
+    config = folder / "slurm.conf"
+    config.write_text(_config(folder))
+    before = os.environ.get("SLURM_CONF")
+    os.environ["SLURM_CONF"] = str(config)
+    daemons = Daemons(folder)
+    try:
+        socket_file = folder / "munge.socket"
+        places = {"key": key, "pid": folder / "munge.pid", "seed": folder / "munge.seed"}
+        daemons.start(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={socket_file}",
+            *(f"--{name}-file={place}" for name, place in places.items()),
+        )
+        wait_until(socket_file.exists, "munge", 10)
+        daemons.start("slurmctld", "-D")
+        for node in NODES:
+            daemons.start_node(node)
+        wait_until(lambda: ask("sinfo", "-h", "-o", "%T %D") == f"idle {len(NODES)}", "two idle nodes", 20)
+        yield daemons
+    finally:
+        daemons.end()
         if before is None:
             del os.environ["SLURM_CONF"]
         else:
@@ -95,6 +136,12 @@ def _config(folder: Path) -> str:
         "SchedulerParameters": "sched_interval=1,bf_interval=1",
         "MpiDefault": "none",
         "KillWait": 20,
+        # A node that is lost is missed soon, and taken back when it answers.
+        "SlurmdTimeout": 10,
+        "ReturnToService": 2,
+        # A job of the partition "urgent" takes the nodes of others, which have a minute to save.
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
     }
     return "\n".join(
         [
@@ -103,7 +150,8 @@ def _config(folder: Path) -> str:
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
                 for node, port in zip(NODES, ports[1:], strict=True)
             ),
-            f"PartitionName=main Nodes={','.join(NODES)} Default=YES",
+            f"PartitionName=main Nodes={','.join(NODES)} Default=YES PriorityTier=1 GraceTime=60",
+            f"PartitionName=urgent Nodes={','.join(NODES)} PriorityTier=10 PreemptMode=OFF",
             "",
         ]
     )

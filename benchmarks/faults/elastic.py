@@ -1,0 +1,197 @@
+"""A host is cut off in the middle of a run, and returns: does the run go on without it, and then with it, by itself?
+
+Four hosts of two ranks, each a network namespace with an agent of its own. One host's link is cut: the others notice, meet
+again and go on with three on the layout that the planner chooses for six ranks. The link is mended: the host's agent finds
+the others, the ranks save, and go on with four. The global batch is the same throughout, and so is the order of samples.
+
+    python -m benchmarks.faults.elastic RUN.toml      # one rank, under an agent
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import cluster
+from benchmarks.faults import traced_run
+from benchmarks.faults.row import Row
+from benchmarks.faults.traced_run import Line
+from fourfold.launch import CONTINUE
+from fourfold.planner.cluster import LIBRARIES, Cluster, Device, Links, to_toml
+
+RANKS_PER_HOST, SEQUENCES = 2, 24
+STEP_S = 0.25  # that a step takes at least, so that the run lasts longer than what happens to it
+TIMEOUT_S = 8.0  # of ranks for each other
+STEPS_BEFORE, STEPS_WITHOUT, STEPS_AFTER = 30, 30, 30
+LOSS_BAR = 0.01
+PORT = 29600
+LIMIT_S = 600.0
+OTHERS = "no system re-plans (reliability.md A)"
+
+
+def run(small: bool) -> Iterator[Row]:
+    hosts = 2 if small else 4
+    name = f"one of {hosts} hosts is cut off, and returns"
+    if reason := cluster.why_not():
+        yield Row(name, reason, "network namespaces", False, OTHERS)
+        return
+    steps = (8, 8, 8) if small else (STEPS_BEFORE, STEPS_WITHOUT, STEPS_AFTER)
+    with tempfile.TemporaryDirectory(prefix="fourfold-elastic-") as folder:
+        yield from rows(name, Path(folder), hosts, steps)
+
+
+def rows(name: str, folder: Path, hosts: int, steps: tuple[int, int, int]) -> Iterator[Row]:
+    with cluster.Cluster(hosts=hosts, mbit=None) as network:
+        disturbed = Run(folder / "disturbed", network, sum(steps))
+        disturbed.reach(steps[0], hosts)
+        network.cut(hosts - 1)
+        cut_s = time.time()
+        disturbed.reach(sum(steps[:2]), hosts - 1)
+        network.mend(hosts - 1)
+        mended_s = time.time()
+        disturbed.reach(sum(steps), hosts)
+        codes = disturbed.end()
+    lines = disturbed.steps()
+    grids = disturbed.grids()
+    yield Row(
+        f"{name}: the run goes on with {hosts - 1} on another layout, and then with {hosts}",
+        " -> ".join(grids) + f"; agents end with {codes}",
+        "by itself",
+        len(grids) == 3 and grids[0] == grids[2] and not any(codes),
+        OTHERS,
+    )
+    without = next(line["time"] for line in lines if line["ranks"] == RANKS_PER_HOST * (hosts - 1))
+    back = next(
+        line["time"] for line in lines if line["time"] > without and line["ranks"] == RANKS_PER_HOST * hosts
+    )
+    again = len(lines) - len({line["step"] for line in lines})
+    useful_s = sum(step_seconds(lines).values())
+    elapsed_s = lines[-1]["time"] - lines[0]["time"]
+    yield Row(
+        f"{name}: goodput, useful of all seconds",
+        f"{useful_s / elapsed_s:.0%} of {elapsed_s:.0f} s; first step {without - cut_s:.1f} s after the cut (of which "
+        f"{TIMEOUT_S:g} s time-out), {back - mended_s:.1f} s after the return; {again} steps done twice",
+        "printed",
+        True,
+        ">90 % (Llama 3), 97 % (ByteRobust), with hours between failures",
+    )
+    with cluster.Cluster(hosts=hosts, mbit=None) as network:
+        undisturbed = Run(folder / "undisturbed", network, sum(steps))
+        undisturbed.reach(sum(steps), hosts)
+        undisturbed.end()
+    mine, theirs = disturbed.losses(), undisturbed.losses()
+    worst = max((abs(mine[s] - theirs[s]) / theirs[s] for s in theirs if s in mine), default=1.0)
+    yield Row(
+        f"{name}: the loss, against the undisturbed run's",
+        f"at most {worst:.2%} apart over {len(theirs)} steps",
+        f"<= {LOSS_BAR:.0%}",
+        mine.keys() == theirs.keys() and worst <= LOSS_BAR,
+    )
+
+
+def step_seconds(lines: list[Line]) -> dict[int, float]:
+    """What each step took, the time that it was done last; the first of an attempt has nothing before it."""
+    seconds: dict[int, float] = {}
+    for before, line in itertools.pairwise(lines):
+        if before["attempt"] == line["attempt"] and line["step"] == before["step"] + 1:
+            seconds[line["step"]] = line["time"] - before["time"]
+    return seconds
+
+
+class Run:
+    """A run with an agent on each host."""
+
+    def __init__(self, folder: Path, network: cluster.Cluster, steps: int) -> None:
+        self._network, self._logs = network, folder / "logs"
+        folder.mkdir(parents=True)
+        machines = folder / "cluster.toml"
+        machines.write_text(to_toml(emulated()))
+        file = traced_run.write(
+            folder,
+            sequences=SEQUENCES,
+            grid={"auto": True, "cluster": str(machines)},
+            schedule={"steps": steps},
+            checkpoints={"every_steps": 5},
+            reliability={"timeout_s": TIMEOUT_S},
+        )
+        self._log = (folder / "agents.log").open("wb")
+        self._agents = [self._start(host, file) for host in range(network.hosts)]
+
+    def _start(self, host: int, file: Path) -> subprocess.Popen[bytes]:
+        hosts, address = self._network.hosts, self._network.address
+        command = [sys.executable, "-m", "fourfold.launch.agent", f"--nnodes={hosts - 1}:{hosts}"]
+        command += [
+            f"--nproc-per-node={RANKS_PER_HOST}",
+            "--max-restarts=10",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=run",
+        ]
+        command += [f"--rdzv-endpoint={address(0)}:{PORT}", f"--local-addr={address(host)}"]
+        command += [
+            f"--rdzv-conf=is_host={int(host == 0)},last_call_timeout=3,read_timeout=10,keep_alive_interval=2"
+        ]
+        command += ["-m", "benchmarks.faults.elastic", str(file)]
+        return self._network.start(host, ["sh", "-c", 'exec "$@" 2>&1', "sh", *command], self._log)
+
+    def reach(self, step: int, hosts: int) -> None:
+        """Until so many steps are done, with so many hosts."""
+        end_s = time.monotonic() + LIMIT_S
+        while not any(s["step"] >= step and s["ranks"] == RANKS_PER_HOST * hosts for s in self.steps()[-1:]):
+            if self.ended():
+                return
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"no step {step} on {hosts} hosts in {LIMIT_S:g} s; see {self._log.name}")
+            time.sleep(0.1)
+
+    def ended(self) -> bool:
+        return self._agents[0].poll() is not None
+
+    def end(self) -> list[int]:
+        return [agent.wait(60) for agent in self._agents]
+
+    def steps(self) -> list[Line]:
+        """Of rank 0, in the order they were done."""
+        return [line for line in traced_run.traces(self._logs).get(0, []) if "step" in line]
+
+    def grids(self) -> list[str]:
+        """One after the other, each time that there was another."""
+        found: list[str] = []
+        for line in traced_run.traces(self._logs).get(0, []):
+            if "grid" in line and line["grid"] != (found or [""])[-1]:
+                found.append(line["grid"])
+        return found
+
+    def losses(self) -> dict[int, float]:
+        return {line["step"]: float.fromhex(line["loss"]) for line in self.steps()}
+
+
+def emulated() -> Cluster:
+    """Hosts of this machine, in round numbers; it is the order of layouts that counts, not their seconds."""
+    device = Device(
+        "a core", best_tflops=0.05, memory_gib=1.0, memory_tbps=0.01, multiprocessors=1, launch_us=20.0
+    )
+    links = Links(devices_per_node=RANKS_PER_HOST, device_gbps=1.0, node_gbps=0.5)
+    return Cluster("emulated hosts", device, links, dataclasses.replace(LIBRARIES["gloo"]))
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def rank_main(file: Path) -> int:
+    from fourfold.train.config import load_run
+    from fourfold.train.run import train
+
+    config = load_run(file)
+    # Attempts are told apart by when they begin: agents that came later count fewer.
+    trace = traced_run.Trace(config, int(time.time() * 1000), slow_s=STEP_S)
+    return 0 if train(config, [trace]) else CONTINUE
+
+
+if __name__ == "__main__":
+    sys.exit(rank_main(Path(sys.argv[1])))
