@@ -18,7 +18,7 @@ import time
 from benchmarks.faults.row import Part, Row
 
 # In the order of what they need: files alone, then ranks, then clusters.
-PARTS: tuple[str, ...] = ()
+PARTS: tuple[str, ...] = ("torchft_replicas",)
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
         "parameters": parameters(trainer),
         "layout": {
             **{axis: grid.size(axis) for axis in AXES},
+            "data": grid.data * trainer.replicas,
             "micro_batches": trainer.micro_batches,
             "activation_checkpointing": run.engine.activation_checkpointing,
             "keep_bytes": run.engine.keep_weights_bytes if is_streamed(trainer.model) else 0,
