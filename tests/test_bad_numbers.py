@@ -67,6 +67,7 @@ def train(
         shape,
         schedule={"steps": steps, "kind": "constant"},
         batch={"tokens": batch * LENGTH},
+        evaluation={"sequences": batch},
         checkpoints={"folder": folder or "none"},
     )
     seen = Weights()

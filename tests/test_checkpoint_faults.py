@@ -30,16 +30,10 @@ from tests.checkpoints import advance, assert_same, numbers, save_steps, start
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
 
+# In processes that are really killed; every system call of a save is the test below, and the drawn kills of
+# `benchmarks.faults` meet the rest.
 KILLS = [
-    (0, "write", "rank-0.safetensors"),
     (1, "write", "rank-1.safetensors"),
-    (1, "fsync", "rank-1.safetensors"),
-    (0, "write", "index.json"),
-    (0, "write", "state.json"),
-    (0, "write", "manifest.json"),
-    (0, "fsync", "manifest.json"),
-    (0, "fsync", "step-2.tmp"),
-    (0, "rename", "step-2.tmp"),
     (0, "renamed", "step-2.tmp"),
 ]
 
@@ -181,10 +175,9 @@ def test_a_damaged_file_is_named_and_the_step_before_is_the_newest(run: Path, na
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named_and_the_step_before_is_the_newest(run: Path, name: str) -> None:
     (run / "step-2" / name).unlink()
-    if name != "manifest.json":
-        (line,) = find_damage(open_folder(run / "step-2"), 2)
-        assert name in line
-        assert "missing" in line
+    (line,) = find_damage(open_folder(run / "step-2"), 2)
+    assert name in line
+    assert "missing" in line
     assert find_newest(run) == 1
 
 
@@ -213,19 +206,24 @@ def test_every_damage_is_found(run: Path) -> None:
     assert find_damage(folder, 2) == []
 
 
-def fall_back(folder: str) -> None:
+def fall_back(folder: str, name: str) -> None:
     training = start((1, 1, 1, 2))
     with Checkpoints(folder) as checkpoints:
-        with pytest.raises(ValueError, match=r"rank-1\.safetensors"):
+        with pytest.raises(ValueError, match=name):
             checkpoints.load(training, step=2)
         assert checkpoints.load(training) == 1
         advance(training)
         checkpoints.save(training)
 
 
-def test_a_run_falls_back_one_step_and_saves_the_damaged_one_again(pool: RankPool, run: Path) -> None:
+@pytest.mark.parametrize("name", ["rank-1.safetensors", "manifest.json"])
+def test_a_run_falls_back_one_step_and_saves_the_damaged_one_again(
+    pool: RankPool, run: Path, name: str
+) -> None:
     flip(run / "step-2" / "rank-1.safetensors", 12345)
-    pool.run(fall_back, 2, str(run))
+    if name == "manifest.json":
+        (run / "step-2" / name).unlink()
+    pool.run(fall_back, 2, str(run), name)
     assert sorted(p.name for p in run.iterdir()) == ["step-1", "step-2", "step-2.damaged-0"]
     assert find_newest(run) == 2
 

@@ -1,6 +1,7 @@
 """A rank that is dead or stopped is named, with the collective that the others stood in, in time."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -89,6 +90,17 @@ def test_who_fails_by_itself_is_the_cause_of_all() -> None:
     )
 
 
+def test_who_is_lost_in_a_save_is_who_says_nothing() -> None:
+    reports = [
+        replace(place(r, doing="checkpoint"), error="SaveError: Connection closed by peer")
+        for r in range(8)
+        if r != 6
+    ]
+    assert missing(reports, [place(6, doing="checkpoint")]) == [6]
+    # Most have not said anything: nobody is blamed.
+    assert missing(reports[:3], []) == []
+
+
 def test_the_sentence_names_collective_step_ranks_and_where_they_were() -> None:
     reports = {0: place(0, ("x", 11))}
     found = find_missing(
@@ -102,7 +114,7 @@ def test_the_sentence_names_collective_step_ranks_and_where_they_were() -> None:
 
 # -- for real ----------------------------------------------------------------------------------------------------------
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 
 
 class Pace(Callback):
@@ -113,7 +125,7 @@ class Pace(Callback):
 
 
 def train_until_lost(values: dict[str, Any], shape: Any, faults: Sequence[Fault], folder: str) -> None:
-    run = on(values, shape, schedule={"steps": 60})
+    run = on(values, shape, schedule={"steps": 40})
     where = Path(folder)
     watch = HangWatch(TIMEOUT_S, 30.0, where / "hang")
     trainer = Trainer(run, Grid.create(shape), [watch, Injector(faults, spent=where / "spent"), Pace()])
@@ -139,36 +151,37 @@ def ends_of(folder: Path, ranks: Sequence[int]) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "collective"),
+    ("shape", "fault", "collectives"),
     [
         (
-            "stop:at=forward,rank=3,step=12,name=model.layers.1.mlp.down_proj",
-            "model.layers.1.mlp.down_proj",
+            (1, 2, 1, 2),
+            "stop:at=forward,rank=3,step=4,name=model.layers.1.mlp.down_proj",
+            # The other half of the batch: that one was under way when the rank was stopped, or had just ended.
+            ("model.layers.1.mlp.down_proj", "model.layers.1.self_attn.o_proj"),
         ),
-        ("stop:at=optimizer,rank=1,step=12", "step 1"),
-        ("kill:at=collective,rank=2,step=12,name=z all_gather *", "step 12"),
+        ((1, 2, 1, 1), "kill:at=collective,rank=1,step=4,name=z all_gather *", ("z all-",)),
     ],
 )
 def test_all_ranks_leave_in_time_and_name_the_one(
-    pool: RankPool, tmp_path: Path, fault: str, collective: str
+    pool: RankPool, tmp_path: Path, shape: tuple[int, ...], fault: str, collectives: Sequence[str]
 ) -> None:
     planted = Fault.parse(fault)
     values = write_run(tmp_path)
-    others = [rank for rank in range(4) if rank != planted.rank]
+    ranks = math.prod(shape)
+    others = [rank for rank in range(ranks) if rank != planted.rank]
     with ThreadPoolExecutor() as beside:
         ends = beside.submit(ends_of, tmp_path, others)
         with pytest.raises(RankError):
-            pool.run(train_until_lost, 4, values, (1, 2, 1, 2), [planted], str(tmp_path), timeout_s=30)
+            pool.run(train_until_lost, ranks, values, shape, [planted], str(tmp_path))
     (spent,) = (tmp_path / "spent").iterdir()
     took_s = {rank: end_s - spent.stat().st_mtime for rank, end_s in ends.result().items()}
-    # `benchmarks.faults` holds it to a second; here other tests may have the cores.
-    assert max(took_s.values()) < 5.0 + (TIMEOUT_S if planted.action == "stop" else 0.0), took_s
+    # `benchmarks.faults` holds it to a second; here others may have the cores.
+    assert max(took_s.values()) < 15.0 + (TIMEOUT_S if planted.action == "stop" else 0.0), took_s
     for rank in others:
         report = json.loads((tmp_path / f"hang/rank-{rank}.json").read_text())
-        assert report["step"] in (12, 13)
+        assert report["step"] in (4, 5)
         assert report["stack"]
     summary = (tmp_path / "hang/summary.txt").read_text()
     first = summary.splitlines()[0]
     assert f"rank {planted.rank} never arrived" in first, summary
-    assert collective in first
-    assert first.split()[0] in ("x", "z")
+    assert any(collective in first for collective in collectives), first

@@ -3,6 +3,7 @@
     python -m benchmarks.faults                   # all of it
     python -m benchmarks.faults --only saves,numbers
     python -m benchmarks.faults --small           # fewer of each; the bars are the same
+    python -m benchmarks.faults --only saves --break  # without what protects: rows go past their bars
 
 The last column is what others show, from the research of the field or from the bare engine. It ends with 1 if a row is
 past its bar. All on CPU with Gloo; no GPU has run this.
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import sys
 import time
 
 from benchmarks.faults.row import Part, Row
 
 # In the order of what they need: files alone, then ranks, then clusters.
-PARTS: tuple[str, ...] = ("torchft_replicas",)
+PARTS: tuple[str, ...] = ("saves", "hostile", "peers", "numbers", "torchft_replicas")
 
 
 def main() -> int:
@@ -27,6 +29,9 @@ def main() -> int:
     )
     parser.add_argument("--only", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
     parser.add_argument("--small", action="store_true", help="fewer of each")
+    parser.add_argument(
+        "--break", dest="broken", action="store_true", help="switch off what protects, to see the bars fail"
+    )
     options = parser.parse_args()
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(PARTS):
@@ -35,7 +40,9 @@ def main() -> int:
     for name in wanted:
         start_s = time.monotonic()
         part: Part = importlib.import_module(f"benchmarks.faults.{name}").run
-        for row in part(options.small):
+        if options.broken and "broken" not in inspect.signature(part).parameters:
+            parser.error(f"{name} has no --break; its test plants what it is to see")
+        for row in part(options.small, **({"broken": True} if options.broken else {})):
             rows.append(row)
             print(
                 f"{'holds' if row.holds else 'PAST '}  {row.what}: {row.figure} (bar {row.bar})", flush=True

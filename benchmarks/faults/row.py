@@ -17,5 +17,6 @@ class Row:
     others: str = ""
 
 
-# A part yields its rows as they are known; with True it is the small version, which the tests run.
-Part = Callable[[bool], Iterator[Row]]
+# A part yields its rows as they are known; with True it is the small version, which the tests run. One that takes
+# ``broken`` can switch off what protects.
+Part = Callable[..., Iterator[Row]]

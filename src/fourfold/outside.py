@@ -72,8 +72,13 @@ def model_config(where: str | Path) -> Any:
     """The Hugging Face configuration of a file, a folder or a hub id. Code that it brings along is never run."""
     from transformers import AutoConfig
 
-    # None, the default, asks whoever sits at the terminal.
-    config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+    try:
+        # None, the default, asks whoever sits at the terminal.
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:  # each family has validators of its own, and errors of their own
+        raise ValueError(f"{where} has no sound configuration: {error}") from error
     attention = getattr(config, "_attn_implementation", None)
     if "/" in str(attention):
         raise ValueError(

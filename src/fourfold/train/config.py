@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+MAX_BYTES = 2**20  # of the file
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -388,6 +389,10 @@ def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
     path = Path(path)
     if not path.exists():
         raise ConfigError(f"there is no {path}; `fourfold init {path}` writes a starting file")
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ConfigError(
+            f"{path} has {size} bytes; a run's file has a few thousand, and no more than {MAX_BYTES}"
+        )
     try:
         values = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -10,9 +10,12 @@ from fourfold.train.checkpoint.manifest import MANIFEST
 
 
 def steps(root: Folder) -> list[int]:
-    """The steps whose checkpoints were committed, oldest first."""
+    """The steps whose checkpoints were committed, oldest first.
+
+    On a disk a checkpoint gets its name when it is whole: one that has lost its manifest is damaged, not unfinished.
+    """
     found = [step for name in root.names() if (step := step_of(name)) is not None]
-    return sorted(step for step in found if is_committed(root, step))
+    return sorted(step for step in found if root.renames or is_committed(root, step))
 
 
 def unfinished_names(root: Folder) -> list[str]:

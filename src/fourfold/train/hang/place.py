@@ -84,13 +84,25 @@ class Watch:
             self.error = f"{type(error).__name__}: {error}"
 
     def _forget_finished(self) -> None:
-        while self._flights and _is_finished(self._flights[0][1]):
+        while self._flights and self._is_finished(self._flights[0][1]):
             self._flights.popleft()
+
+    def _is_finished(self, flight: Flight) -> bool:
+        """What has failed is completed for the back end, but not for us."""
+        work = flight.work
+        if work is None or not work.is_completed():
+            return work is None
+        if self._host_waits:  # on CUDA the back end ends the process itself
+            try:
+                work.wait()  # at once; `Work.exception` would warn that it will go (torch 2.13.0)
+            except RuntimeError:
+                return False
+        return True
 
     def oldest_s(self) -> float:
         """For how long the oldest collective has been in flight; 0 if there is none."""
         with self._lock:
-            ages = [_age_s(flight) for _, flight in self._flights if not _is_finished(flight)]
+            ages = [_age_s(flight) for _, flight in self._flights if not self._is_finished(flight)]
         return max(ages, default=0.0)
 
     def place(self, error: str = "") -> Place:
@@ -99,7 +111,7 @@ class Watch:
             flights = [
                 InFlight(flight.axis, number, in_words(flight), round(_age_s(flight), 3))
                 for number, flight in self._flights
-                if not _is_finished(flight)
+                if not self._is_finished(flight)
             ]
             counts = dict(self._counts)
         return Place(
@@ -129,9 +141,3 @@ def in_words(flight: Flight) -> str:
 
 def _age_s(flight: Flight) -> float:
     return (time.time_ns() - flight.issued_ns) / 1e9
-
-
-def _is_finished(flight: Flight) -> bool:
-    """What has failed is completed for the back end, but not for us."""
-    work = flight.work
-    return work is None or (bool(work.is_completed()) and work.exception() is None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from fourfold.grid import AXES, Axis
 from fourfold.train.hang.place import InFlight, Place
@@ -81,6 +82,12 @@ def find_missing(
                     missing[peer] = Missing(peer, other, place, flight)
             elif not arrived:
                 todo.append(peer)
+    if not missing:
+        # A peer was lost where no collective of a step is, as in a save: it is who has not said a word.
+        lost = [place for place in reports.values() if _is_lost_peer(place.error)]
+        silent = sorted(set(range(prod(shape))) - set(reports))
+        if lost and 2 * len(silent) <= prod(shape):
+            missing = {rank: Missing(rank, seen.get(rank), lost[0], None) for rank in silent}
     return [missing[rank] for rank in sorted(missing)]
 
 

@@ -1,0 +1,311 @@
+"""Checkpoints under fire: saves cut short after each system call, files damaged, disks that fail.
+
+With ``broken`` what protects a checkpoint is switched off, so that one sees each row go past its bar: files in place
+instead of renamed, sizes instead of hashes, errors of a disk kept to oneself.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.faults import small_run
+from benchmarks.faults.row import Row
+from fourfold import RankPool
+from fourfold.faults.fault import Action, Fault, Point
+from fourfold.faults.files import damage, swap_files
+from fourfold.faults.plant import Planted, cut_short, in_files
+from fourfold.grid import Grid
+from fourfold.train.checkpoint import Checkpoints, SaveError, commit
+from fourfold.train.checkpoint.folder import LocalFolder, open_folder
+from fourfold.train.checkpoint.latest import newest_valid, steps
+from fourfold.train.checkpoint.manifest import find_damage
+from fourfold.train.checkpoint.state import Training
+from fourfold.train.config import load_run
+from fourfold.train.trainer import Trainer
+
+DCP = "PyTorch 2.13's DCP"
+SMALL_EVERY = 9  # of the writes of one file, in the small version
+
+
+def run(small: bool, broken: bool = False) -> Iterator[Row]:
+    with RankPool(4, quiet=True) as pool, tempfile.TemporaryDirectory() as folder:
+        yield crash_points(pool, Path(folder, "crash"), small, broken)
+        yield corruptions(pool, Path(folder, "damage"), 100 if small else 1000, broken)
+        yield disk_errors(pool, Path(folder, "disk"), 12 if small else 100, broken)
+
+
+# -- a run to save -----------------------------------------------------------------------------------------------------
+
+
+def trained(file: Path, ranks: int, count: int) -> Training:
+    """The small run after so many steps, split over z."""
+    config = load_run(file, [f"grid.z={ranks}", f"schedule.steps={count}"])
+    trainer = Trainer(config, Grid.create((1, ranks, 1, 1)))
+    trainer.train()
+    return trainer.training
+
+
+def numbers(training: Training) -> list[Tensor]:
+    """All that this rank has: weights and the state of the optimizer."""
+    pairs: Any = training.optimizer._pairs  # type: ignore[attr-defined]
+    states = [training.optimizer.state[shard] for _, shard in pairs]
+    found = [cast(DTensor, p).to_local() for p in training.model.parameters()]
+    found += [state[kind] for state in states for kind in sorted(state)]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def newest(root: Path) -> tuple[int | None, dict[int, list[str]]]:
+    folder = open_folder(root)
+    return newest_valid(steps(folder), lambda s: find_damage(folder.child(commit.step_name(s)), s))
+
+
+# -- cut short ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_place() -> Iterator[None]:
+    """A save without protection: straight under its name, and nobody looks whether it is whole."""
+    with ExitStack() as patches:
+        patches.enter_context(
+            patch.object(commit, "unfinished", lambda root, step: root.child(commit.step_name(step)))
+        )
+        patches.enter_context(patch.object(LocalFolder, "rename", lambda *_: None))
+        patches.enter_context(patch("fourfold.train.checkpoint.save.find_damage", lambda *_, **__: []))
+        yield
+
+
+def cut_saves(file: str, folder: str, small: bool, broken: bool) -> tuple[int, list[str]]:
+    """(how many points, those after which `latest` was not the old or the new, whole); each rank in turn is the one."""
+    rank, ranks, where = dist.get_rank(), dist.get_world_size(), Path(folder)
+    old, training = trained(Path(file), ranks, 1), trained(Path(file), ranks, 2)
+    states = {1: numbers(old), 2: numbers(training)}
+    # Alone it also removes the old one; ranks that wait for a dead one to do so would wait for ever.
+    keep = 1 if ranks == 1 else None
+    with Checkpoints(where / "old") as checkpoints:
+        checkpoints.save(old)
+    calls: list[list[str]] = [[]] * ranks
+    with Checkpoints(start_from(where, "whole"), keep=keep) as checkpoints, cut_short() as whole:
+        checkpoints.save(training)
+        checkpoints.wait()
+        dist.all_gather_object(calls, whole.done)
+    tried, wrong = 0, []
+    for victim in range(ranks):
+        for after, call in enumerate(calls[victim]):
+            if small and call.startswith("write rank-") and after % SMALL_EVERY:
+                continue
+            tried += 1
+            checkpoints = Checkpoints(start_from(where, f"{victim}-{after}"), keep=keep)
+            checkpoints._step = training.step = 2
+            with in_place() if broken else nullcontext():
+                with cut_short(after) if rank == victim else nullcontext():
+                    checkpoints.save(training)
+                    refused = _fails(checkpoints)
+                found = _loads(checkpoints, training, states)
+            is_there = found is not None and (ranks > 1 or _saves_again(checkpoints, training))
+            if not (refused and is_there):
+                wrong.append(f"{ranks} ranks, rank {victim}, {call}")
+            _restore(training, states[2])
+            checkpoints.close()
+    return tried, wrong
+
+
+def start_from(where: Path, name: str) -> Path:
+    """A folder with the old checkpoint alone, the same for all ranks."""
+    if dist.get_rank() == 0:
+        shutil.copytree(where / "old" / "step-1", where / name / "step-1")
+    dist.barrier()
+    return where / name
+
+
+def _fails(checkpoints: Checkpoints) -> bool:
+    try:
+        checkpoints.wait()
+    except SaveError:
+        return True
+    return False
+
+
+def _loads(checkpoints: Checkpoints, training: Training, states: dict[int, list[Tensor]]) -> int | None:
+    """The step that `latest` is, if all of its numbers are that step's."""
+    try:
+        step = checkpoints.load(training)
+    except Exception:  # whatever it is, it did not load
+        return None
+    return step if step in states and same(numbers(training), states[step]) else None
+
+
+def _saves_again(checkpoints: Checkpoints, training: Training) -> bool:
+    training.step = 3
+    checkpoints.save(training)
+    return not _fails(checkpoints)
+
+
+@torch.no_grad()
+def _restore(training: Training, state: list[Tensor]) -> None:
+    pairs: Any = training.optimizer._pairs  # type: ignore[attr-defined]
+    targets = [cast(DTensor, p).to_local() for p in training.model.parameters()]
+    states = [training.optimizer.state[shard] for _, shard in pairs]
+    targets += [s[kind] for s in states for kind in sorted(s)]
+    for target, value in zip(targets, state, strict=True):
+        target.copy_(value)
+
+
+def crash_points(pool: RankPool, folder: Path, small: bool, broken: bool) -> Row:
+    file = small_run.write(folder / "run", sequences=12)
+    tried, wrong = 0, []
+    for ranks in (1,) if small else (1, 2):
+        where = folder / str(ranks)
+        count, bad = pool.run(cut_saves, ranks, str(file), str(where), small, broken, timeout_s=600)[0]
+        tried, wrong = tried + count, wrong + bad
+    return Row(
+        f"a save ends after each of its {tried} system calls: `latest` loads, the old or the new, whole",
+        f"{tried - len(wrong)}/{tried}" + (f", not after {wrong[0]}" if wrong else ""),
+        "all",
+        not wrong,
+        f"{DCP}, overwritten in place: loads a mix of two steps, or nothing (measured on this engine)",
+    )
+
+
+# -- damaged -----------------------------------------------------------------------------------------------------------
+
+
+def save_two(file: str, folder: str) -> None:
+    ranks = dist.get_world_size()
+    with Checkpoints(folder) as checkpoints:
+        for count in (1, 2):
+            checkpoints.save(trained(Path(file), ranks, count))
+
+
+def corruptions(pool: RankPool, folder: Path, trials: int, broken: bool) -> Row:
+    """Of every file of a checkpoint; found by what a load does before it reads a number."""
+    file = small_run.write(folder / "run", sequences=12)
+    saved, root = folder / "saved", folder / "hit"
+    pool.run(save_two, 2, str(file), str(saved))
+    files = sorted(path.name for path in (saved / "step-2").iterdir())
+    wrong: list[str] = []
+    ways: Counter[str] = Counter()
+    for seed in range(trials):
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(saved, root)
+        name, way = hit(root / "step-2", seed)
+        ways[way] += 1
+        with patch(f"{__name__}.find_damage", only_sizes) if broken else nullcontext():
+            step, damaged = newest(root)
+        if step != 1 or not any(name in line for line in damaged.get(2, [])):
+            wrong.append(f"{way} of {name}")
+    kinds = ", ".join(f"{way} {count}" for way, count in sorted(ways.items()))
+    return Row(
+        f"{trials} corruptions of the {len(files)} files of a checkpoint ({kinds}): refused, the file named, "
+        "the one before taken",
+        f"{trials - len(wrong)}/{trials}" + (f", not {wrong[0]}" if wrong else ""),
+        "all",
+        not wrong,
+        f"{DCP}: 4/200 flips refused; safetensors 3/300; torch.load 10/300 (measured on this engine)",
+    )
+
+
+def hit(step: Path, seed: int) -> tuple[str, str]:
+    """(the file, in which way); one in seven takes another file of the checkpoint in its place."""
+    choose = random.Random(f"{seed} another")
+    if choose.randrange(7):
+        file, way = damage(step, seed)
+        return file.name, way
+    one, other = choose.sample(sorted(step.iterdir()), 2)
+    swap_files(one, other)
+    # With the manifest among them there is none: that is what is said.
+    names = sorted((one.name, other.name))
+    return ("manifest.json" if "manifest.json" in names else names[0]), "swap of files"
+
+
+def only_sizes(folder: Any, step: int) -> list[str]:
+    return find_damage_of_files(folder, step, hashes=False)
+
+
+find_damage_of_files = find_damage
+
+
+# -- disks that fail ---------------------------------------------------------------------------------------------------
+
+
+def failing_saves(file: str, folder: str, trials: int, broken: bool) -> list[str]:
+    """Trials that went wrong: a save that said it was well, or an old checkpoint that is not what it was."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    old, training = trained(Path(file), ranks, 1), trained(Path(file), ranks, 2)
+    expected, changed = numbers(old), numbers(training)
+    wrong = []
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(old)
+        checkpoints.wait()
+        for trial in range(trials):
+            fault = drawn_error(random.Random(f"{ranks} {trial}"), ranks)
+            planted = Planted([fault], rank)
+            training.step = 2
+            with in_files(planted):
+                checkpoints.save(training)
+                fails = _fails(checkpoints) and not broken
+            happened = [False] * ranks
+            dist.all_gather_object(happened, any(planted._met.values()))
+            if not any(happened):
+                wrong.append(f"{fault} did not happen")
+            elif not fails:
+                wrong.append(f"{fault} was taken for success")
+            if newest(Path(folder))[0] != 1:
+                wrong.append(f"{fault} hit the checkpoint before")
+            if trial == trials - 1:
+                if checkpoints.load(training) != 1 or not same(numbers(training), expected):
+                    wrong.append(f"{fault} changed the checkpoint before")
+                _restore(training, changed)
+                training.step = 2
+                checkpoints.save(training)  # there is room again
+                if _fails(checkpoints):
+                    wrong.append("a save without a fault failed")
+            dist.barrier()
+    return wrong
+
+
+def drawn_error(choose: random.Random, ranks: int) -> Fault:
+    rank = choose.randrange(ranks)
+    files = ["rank-*.safetensors"] * 3 + ([] if rank else ["index.json", "state.json", "manifest.json"])
+    name = choose.choice(files)
+    action: Action = choose.choice(["eio", "enospc"])
+    point: Point = "write" if action == "enospc" else choose.choice(["write", "fsync"])
+    # A rank's file is written in many calls, one for each tensor.
+    nth = choose.randint(1, 20) if point == "write" and name.startswith("rank") else 1
+    return Fault(action, point, rank, name=name, nth=nth)
+
+
+def disk_errors(pool: RankPool, folder: Path, trials: int, broken: bool) -> Row:
+    file = small_run.write(folder / "run", sequences=12)
+    teams = (1, 2, 3, 4) if trials >= 100 else (1, 2)
+    done, wrong = 0, []
+    for ranks in teams:
+        count = trials // len(teams)
+        done += count
+        wrong += pool.run(
+            failing_saves, ranks, str(file), str(folder / str(ranks)), count, broken, timeout_s=600
+        )[0]
+    return Row(
+        f"EIO or ENOSPC at a drawn write of {teams[0]} to {teams[-1]} ranks, a thread each, {done} saves: "
+        "no false success, the checkpoint before intact",
+        f"{len(wrong)} wrong" + (f": {wrong[0]}" if wrong else ""),
+        "0 wrong",
+        not wrong,
+        f"{DCP} with two writer threads: 12/12 false successes (measured on this engine)",
+    )
