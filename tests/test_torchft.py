@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.training import on, write_run
 HEAD = "http://head:29510"
 
 
-@pytest.mark.limit(120)
+@pytest.mark.limit(240)
 def test_a_lost_replica_costs_the_other_no_step() -> None:
     pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fourfold[torchft]'")
     found = torchft_replicas.measure(kills=1)
@@ -37,6 +38,11 @@ def test_a_lost_replica_costs_the_other_no_step() -> None:
     # Also the numbers are those of the plain grid: two replicas add up to the same in any order.
     assert found.is_undisturbed
     assert found.loss_apart < 1e-5
+
+
+def test_the_lighthouse_is_the_documented_one() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "reliability.md").read_text()
+    assert f"torchft_lighthouse --bind [::]:29510 {torchft_replicas.LIGHTHOUSE}\n" in page
 
 
 @given(st.integers(1, 200), st.integers(1, 50))
@@ -60,7 +66,7 @@ def sent_by(trainer: Trainer) -> bytearray:
     sender = peer_copy.PeerCopy(trainer.training, "127.0.0.1", 5.0)
     manager = {"step": trainer.step, "batches_committed": 0}
     given = {"user": {"default": state.capture(trainer.training)}, "torchft": manager}
-    sender.send_checkpoint([1], trainer.step, given, torchft_timeout())
+    sender.send_checkpoint([1], trainer.step, given, timedelta(seconds=5))
     with peer_copy.socket.create_connection(("127.0.0.1", int(sender.metadata().split(":")[1])), 5.0) as peer:
         peer.sendall(trainer.step.to_bytes(8, "little"))
         with peer.makefile("rb") as stream:
@@ -68,12 +74,6 @@ def sent_by(trainer: Trainer) -> bytearray:
     sender.disallow_checkpoint()
     sender.shutdown()
     return bytearray(sent)
-
-
-def torchft_timeout() -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=5)
 
 
 def copies(run: Any) -> bool:
@@ -125,9 +125,12 @@ def refused(run: Any) -> list[str]:
     return [*words, str(error.value)]
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 1, 1), (1, 1, 1, 2)])
-def test_a_copy_is_its_original(pool: RankPool, tmp_path: Path, shape: tuple[int, int, int, int]) -> None:
-    run = on(write_run(tmp_path), shape, schedule={"steps": 2, "warmup_steps": 1})
+@pytest.mark.parametrize(("shape", "optimizer"), [((1, 2, 1, 1), "adamw"), ((1, 1, 1, 2), "muon")])
+def test_a_copy_is_its_original(
+    pool: RankPool, tmp_path: Path, shape: tuple[int, int, int, int], optimizer: str
+) -> None:
+    schedule = {"steps": 2, "warmup_steps": 1}
+    run = on(write_run(tmp_path), shape, schedule=schedule, optimizer={"name": optimizer})
     assert all(pool.run(copies, 2, run))
 
 

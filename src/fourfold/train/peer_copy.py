@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, BinaryIO
@@ -24,10 +24,12 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from fourfold.train.checkpoint import state
 from fourfold.train.checkpoint.index import DTYPE_NAMES, DTYPES
+from fourfold.train.checkpoint.optimizer import PREFIX
 from fourfold.train.checkpoint.pieces import Held
 from fourfold.train.checkpoint.state import Snapshot, Training
 
 MAX_TABLE_BYTES = 1 << 27
+MAX_PARTS = 64  # of a packed projection
 AT_ONCE_BYTES = 1 << 24
 _WORD = 8  # bytes of a step and of a length
 
@@ -42,6 +44,7 @@ class Copied:
 
     values: dict[str, Any]
     tensors: dict[str, list[Tensor]]
+    dtypes: dict[str, torch.dtype]
     whole: dict[str, tuple[int, ...]]
 
 
@@ -139,12 +142,12 @@ class PeerCopy:
 def _table(snapshot: Snapshot, manager: dict[str, int]) -> tuple[bytes, list[Tensor]]:
     tensors = {
         name: {
-            "dtype": DTYPE_NAMES[held.pieces[0].local.dtype],
+            # Of a tensor of which this rank has nothing, any would do.
+            "dtype": DTYPE_NAMES[held.pieces[0].local.dtype if held.pieces else torch.float32],
             "whole": held.whole,
             "pieces": [list(piece.local.shape) for piece in held.pieces],
         }
         for name, held in snapshot.tensors.items()
-        if held.pieces
     }
     table = {"values": snapshot.values, "manager": manager, "tensors": tensors}
     return json.dumps(table).encode(), [p.local for held in snapshot.tensors.values() for p in held.pieces]
@@ -170,13 +173,12 @@ def fetch(stream: BinaryIO, training: Training) -> tuple[Copied, dict[str, int]]
     try:
         table = json.loads(raw)
         manager = {key: int(table["manager"][key]) for key in ("step", "batches_committed")}
-        copied = Copied(dict(table["values"]), {}, {})
-        room = _room(training)
+        copied = Copied(dict(table["values"]), {}, {}, {})
+        own = _shapes(training)
         for name, fields in table["tensors"].items():
             shapes = [tuple(int(size) for size in shape) for shape in fields["pieces"]]
-            if shapes not in room(name):
-                raise ValueError(f"{name} has pieces of {shapes}, here {' or '.join(map(str, room(name)))}")
-            dtype = DTYPES[fields["dtype"]]
+            _check_room(name, shapes, own)
+            copied.dtypes[name] = dtype = DTYPES[fields["dtype"]]
             copied.whole[name] = tuple(int(size) for size in fields["whole"])
             copied.tensors[name] = [torch.empty(shape, dtype=dtype) for shape in shapes]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -191,20 +193,23 @@ def fetch(stream: BinaryIO, training: Training) -> tuple[Copied, dict[str, int]]
     return copied, manager
 
 
-def _room(training: Training) -> Callable[[str], list[list[tuple[int, ...]]]]:
-    """What shapes the pieces of a name may have: those of the model's own tensor, for the optimizer's also single numbers."""
-    own = {
+def _shapes(training: Training) -> dict[str, list[tuple[int, ...]]]:
+    """Of the pieces that this rank has of each of the model's tensors."""
+    tensors = state.model_tensors(training.model, training.report)
+    return {
         name.removeprefix(state.MODEL): [tuple(piece.local.shape) for piece in held.pieces]
-        for name, held in state.model_tensors(training.model, training.report).items()
+        for name, held in tensors.items()
     }
 
-    def of(name: str) -> list[list[tuple[int, ...]]]:
-        if name.startswith(state.MODEL):
-            return [own[name.removeprefix(state.MODEL)]]
-        pieces = own[name.removeprefix("optimizer.").rpartition(".")[0]]
-        return [pieces, [()] * len(pieces)]
 
-    return of
+def _check_room(name: str, shapes: list[tuple[int, ...]], own: dict[str, list[tuple[int, ...]]]) -> None:
+    """The pieces are those of the model's own tensor; the optimizer may also have a number for each part of it."""
+    of_model = name.startswith(state.MODEL)
+    tensor = name.removeprefix(state.MODEL if of_model else PREFIX)
+    mine = own[tensor if of_model else tensor.rpartition(".")[0]]
+    are_numbers = not of_model and len(shapes) <= MAX_PARTS and not any(shapes)
+    if shapes != mine and not are_numbers:
+        raise ValueError(f"{name} has pieces of {shapes}, here {mine}")
 
 
 def apply(copied: Copied, training: Training) -> None:
@@ -217,7 +222,7 @@ def apply(copied: Copied, training: Training) -> None:
     }
     targets = state.targets(training, stored, copied.values)
     for name, held in targets.items():
-        _copy_into(name, held, copied.tensors.get(name, []))
+        _copy_into(name, held, copied.tensors[name])
     state.resume(training, copied.values)
 
 

@@ -209,6 +209,8 @@ class Quorum:
                 timeout=self._timeout,
                 quorum_timeout=first_timeout,
                 connect_timeout=self._timeout,
+                # A second apart: a lighthouse that is started again is found.
+                quorum_retries=int(first_timeout.total_seconds()),
                 rank=dist.get_rank(),
                 world_size=dist.get_world_size(),
                 store_addr=store_host,
