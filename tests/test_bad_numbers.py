@@ -283,7 +283,7 @@ def test_majorities() -> None:
 
 
 def be_slow(values: dict[str, Any], seconds: float) -> dict[int, float]:
-    watch = Stragglers(5, 1.5)
+    watch = Stragglers(3, 1.5)
     fault = Fault("slow", "step", rank=2, step=1, seconds=seconds, steps=20)
     train(values, (1, 2, 1, 2), [fault], watch, steps=10)
     return watch.named

@@ -259,12 +259,12 @@ class ReliabilitySection(Section):
     )
     check_every_steps: PositiveInt = Field(
         10,
-        description="Steps between two comparisons of the weights of replicas, and of the times of ranks; on GPUs each "
-        "waits for the device.",
+        description="Steps between two comparisons of the weights of replicas; the times of ranks are compared twice as often. "
+        "On GPUs each waits for the device.",
     )
     straggler_factor: Annotated[float, Field(gt=1)] = Field(
         1.15,
-        description="A rank that takes so many times as long as the others, twice in a row, is named.",
+        description="A rank that takes so many times as long as the others, three times in a row, is named.",
     )
     lighthouse: str | None = Field(
         None,

@@ -18,21 +18,27 @@ from fourfold.grid import AXES
 from fourfold.train.meter import is_logged
 from fourfold.train.trainer import Callback, StepResult, Trainer
 
+IN_A_ROW = 3
 _RANKS = 1 << 24  # a time in microseconds and a rank in one number
 
 
 class Stragglers(Callback):
-    """Named when it is ``factor`` times as slow as the mean of the others, in two intervals in a row."""
+    """Named when it is ``factor`` times as slow as the others, in three intervals in a row.
+
+    Steps are disturbed by whatever else a host does, and then they take longer, never shorter. So what counts for the
+    slow one are its good steps, the lower quartile, and for the others their usual ones, the median.
+    """
 
     def __init__(self, every_steps: int, factor: float) -> None:
         self._every, self._factor = every_steps, factor
         self._results: list[StepResult] = []  # since the last comparison, as what follows
-        self._waited_s = self._before_s = 0.0
-        self._suspect = -1
+        self._waits_s: list[float] = []
+        self._before_s = 0.0
+        self._suspect, self._times = -1, 0
         self.named: dict[int, float] = {}  # rank: how many times as slow
 
     def on_start(self, trainer: Trainer) -> None:
-        self._results, self._waited_s, self._suspect = [], 0.0, -1
+        self._results, self._waits_s, self._suspect = [], [], -1
 
     def on_rollback(self, trainer: Trainer) -> None:
         self.on_start(trainer)
@@ -45,23 +51,26 @@ class Stragglers(Callback):
             self._before_s = _waited_s(trainer)
         yield
         if not is_cuda or (trainer.step + 1) % self._every == 0:
-            self._waited_s += _waited_s(trainer) - self._before_s
+            self._waits_s.append(_waited_s(trainer) - self._before_s)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if dist.get_world_size() == 1:
             return
         self._results.append(result)
         if result.step % self._every == 0:
-            steps_s = sum(r.seconds for r in self._results)
-            own_s = max(0.0, steps_s - self._waited_s) / len(self._results)
-            self._results, self._waited_s = [], 0.0
-            self._judge(trainer, result.step, *slowest(trainer, own_s))
+            own_s = own_times([r.seconds for r in self._results], self._waits_s)
+            self._results, self._waits_s = [], []
+            self._judge(
+                trainer, result.step, *slowest(trainer, own_s[len(own_s) // 4], own_s[len(own_s) // 2])
+            )
         if trainer.is_first and is_logged(trainer, result.step) and self.named:
             result.figures["straggler"] = float(max(self.named, key=lambda rank: self.named[rank]))
 
     def _judge(self, trainer: Trainer, step: int, rank: int, longest_s: float, others_s: float) -> None:
         is_slow = longest_s > self._factor * others_s
-        if is_slow and rank == self._suspect:
+        self._times = self._times + 1 if is_slow and rank == self._suspect else 1
+        self._suspect = rank if is_slow else -1
+        if is_slow and self._times >= IN_A_ROW:
             times = longest_s / max(others_s, 1e-9)
             if rank not in self.named and trainer.is_first:
                 print(
@@ -73,20 +82,26 @@ class Stragglers(Callback):
             self.named[rank] = times
         elif not is_slow:
             self.named.clear()
-        self._suspect = rank if is_slow else -1
 
 
-def slowest(trainer: Trainer, own_s: float) -> tuple[int, float, float]:
-    """(the rank with the longest time, that time, the mean of all others)."""
+def own_times(steps_s: list[float], waits_s: list[float]) -> list[float]:
+    """What this rank did not wait for others, by step, the shortest first; one mean, where waits are known for all alone."""
+    if len(steps_s) != len(waits_s):
+        return [max(0.0, sum(steps_s) - sum(waits_s)) / len(steps_s)]
+    return sorted(max(0.0, step_s - wait_s) for step_s, wait_s in zip(steps_s, waits_s, strict=True))
+
+
+def slowest(trainer: Trainer, good_s: float, usual_s: float) -> tuple[int, float, float]:
+    """(the rank whose good steps are the longest, their time, the usual time of all others)."""
     grid, ranks = trainer.grid, dist.get_world_size()
-    micros = round(own_s * 1e6)
-    longest = torch.tensor([micros * _RANKS + dist.get_rank()], device=grid.device)
-    total = torch.tensor([micros], device=grid.device)
+    longest = torch.tensor([round(good_s * 1e6) * _RANKS + dist.get_rank()], device=grid.device)
     for axis in AXES:
         grid.collectives.all_reduce(longest, axis, "check", dist.ReduceOp.MAX).wait()
-        grid.collectives.all_reduce(total, axis, "check").wait()
     longest_micros, rank = divmod(int(longest), _RANKS)
-    return rank, longest_micros / 1e6, (int(total) - longest_micros) / 1e6 / max(1, ranks - 1)
+    total = torch.tensor([0 if rank == dist.get_rank() else round(usual_s * 1e6)], device=grid.device)
+    for axis in AXES:
+        grid.collectives.all_reduce(total, axis, "check").wait()
+    return rank, longest_micros / 1e6, int(total) / 1e6 / max(1, ranks - 1)
 
 
 def _waited_s(trainer: Trainer) -> float:

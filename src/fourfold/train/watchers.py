@@ -27,7 +27,7 @@ def callbacks_of(run: RunConfig) -> list[Callback]:
             else []
         ),
         SameWeights(reliability.check_every_steps),
-        Stragglers(reliability.check_every_steps, reliability.straggler_factor),
+        Stragglers(max(1, reliability.check_every_steps // 2), reliability.straggler_factor),
         Evaluation(run.evaluation.sequences, run.evaluation.every_steps),
         Meter(),
     ]
