@@ -53,9 +53,8 @@ class Quorum:
         self._timeout = timedelta(seconds=trainer.run.reliability.timeout_s)
         self._on_gloo = trainer.grid.device.type == "cpu"
         self._connect_timeout = timedelta(seconds=CONNECT_S) if self._on_gloo else self._timeout
-        self.size = self.place = (
-            0  # how many replicas there are in this step, and the how manyth of them this is
-        )
+        # How many replicas there are in this step, and the how manyth of them this is.
+        self.size = self.place = 0
 
     @property
     def leads(self) -> bool:
@@ -101,6 +100,7 @@ class Quorum:
         """Over the replicas, in place. If one is lost it is any number; the step does not count then."""
         if self.size > 1:
             self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
+            self._failure()
         return tensor
 
     def add_up(self, loss: Tensor) -> bool:
@@ -156,7 +156,7 @@ class Quorum:
         if self.size > sequences // grid.z:
             raise ValueError(
                 f"{self.size} replicas are there, and a batch of {sequences} sequences gives each of z={grid.z} ranks of only "
-                f"{sequences // grid.z} of them one; start fewer, or use a larger batch.tokens"
+                f"{sequences // grid.z} of them a row; start fewer, or use a larger batch.tokens"
             )
         share = dealt(sequences // grid.z, self.size, self.place)
         if whole:
