@@ -140,7 +140,7 @@ def measure(kills: int, broken: bool = False) -> Outcome:
             try:
                 for job in jobs:
                     job.start()
-                    wait_until(job.replicas, 60.0)  # the survivor is to do every step
+                    wait_until(job.replicas, 180.0)  # the survivor is to do every step
                 hits, back_s = disturb(jobs, kills)
                 (folder / "hurry").touch()
                 ends = [job.result() for job in jobs]
