@@ -141,7 +141,8 @@ def _check_module(name: str, arguments: list[str]) -> None:
     if name == "fourfold":
         _check_fourfold(arguments)
     elif name.startswith(("benchmarks.", "fourfold.")) and find_spec(name):
-        main = import_module(name).main
+        module = import_module(name)
+        main = (module if hasattr(module, "main") else import_module(f"{name}.__main__")).main
         if arguments or name.startswith("benchmarks."):
             parse(main, arguments)
     else:

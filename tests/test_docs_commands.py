@@ -44,7 +44,7 @@ EXAMPLES = {
 # These start ranks on several machines, or on more of this one's than a test should: their words are parsed.
 CLUSTER = ("torchrun", "srun", "fourfold launch", "python -m benchmarks.")
 # These are the cluster's own, and only it can parse them.
-OF_CLUSTERS = ("kubectl", "sbatch", "scancel", "squeue")
+OF_CLUSTERS = ("kubectl", "sbatch", "scancel", "squeue", "torchft_lighthouse")
 LANGUAGES = ("bash", "python", "toml", "text", "json", "yaml", "")
 SMALL_RUN = (
     "model.config=small.json",

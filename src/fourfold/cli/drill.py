@@ -76,6 +76,10 @@ def run(options: argparse.Namespace) -> int:
     from fourfold.train.start import check, local_ranks
 
     config = load_run(options.file, options.set)
+    if config.reliability.lighthouse is not None:
+        raise ValueError(
+            "a drill is of one job, and reliability.lighthouse would have it join the replicas of a run; use a file without it"
+        )
     ranks = local_ranks(config, options.ranks)
     check(config)
     return drill(options, config, ranks, faults, in_processes(options, ranks))

@@ -204,7 +204,7 @@ def _checked(options: argparse.Namespace) -> tuple[Any, Any]:
             "use --set checkpoints.resume=true"
         )
     world = world_of(
-        config.grid,
+        config.grid.model_copy(update={"data": config.shape[0]}),
         options.nodes,
         ranks_per_node=options.ranks_per_node,
         gpus_per_node=options.gpus_per_node,

@@ -155,7 +155,7 @@ def _widths(logits: Tensor, grid: Grid) -> Tensor:
 
 
 def count_labels(
-    labels: Tensor, grid: Grid, *, shift: bool = False, ignore_index: int = IGNORE_INDEX
+    labels: Tensor, grid: Grid, *, shift: bool = False, ignore_index: int = IGNORE_INDEX, at_least: int = 1
 ) -> Tensor:
     """How many labels of the global batch count, the same on every rank; at least 1, so that a mean is defined.
 
@@ -169,7 +169,7 @@ def count_labels(
     count = ((labels[..., 1:] if shift else labels) != ignore_index).sum().to(grid.device)
     for axis in ("z", "data"):
         grid.collectives.all_reduce(count, axis, "loss").wait()
-    return count.clamp(min=1)
+    return count.clamp(min=at_least)
 
 
 class LossGuard:

@@ -68,9 +68,11 @@ class Dropout:
         return generator.initial_seed() * _MIX + offset
 
 
-def seed_ranks(grid: Grid, seed: int, step: int = 0) -> None:
+def seed_ranks(grid: Grid, seed: int, step: int = 0, *, replica: int = 0) -> None:
     """Seed the default generators: the same on the x and y ranks of a batch part, another for each part and step.
 
     Called before each step, a run that is resumed draws what it would have drawn, and no generator has to be saved.
+    ``replica``: which one this grid is, if there are others beside it.
     """
-    torch.manual_seed((seed * _MIX + step * _STEP_MIX + grid.batch_rank) % 2**63)
+    part = replica * grid.batch_ranks + grid.batch_rank
+    torch.manual_seed((seed * _MIX + step * _STEP_MIX + part) % 2**63)

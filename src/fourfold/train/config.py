@@ -6,6 +6,7 @@ The sentences are the documentation: the schema, the page of the docs and the co
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -281,6 +282,21 @@ class ReliabilitySection(Section):
         1.15,
         description="A rank that takes so many times as long as the others, three times in a row, is named.",
     )
+    lighthouse: str | None = Field(
+        None,
+        description="The address of a torchft lighthouse, such as http://head:29510: every replica of the data axis is a job "
+        "of its own, and the others go on without one that is lost; needs the extra torchft.",
+    )
+    replica: Annotated[int, Field(ge=0)] = Field(
+        0, description="With a lighthouse: which of the replicas this job is, from 0."
+    )
+
+    @field_validator("lighthouse")
+    @classmethod
+    def is_an_address(cls, given: str | None) -> str | None:
+        if given is not None and not re.fullmatch(r"https?://.+:\d+/?", given):
+            raise ValueError("this is no address; give one with its port, such as http://head:29510")
+        return given
 
 
 class RunConfig(Section):
@@ -312,20 +328,53 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def replicas_fit(self) -> RunConfig:
+        if self.reliability.lighthouse is None:
+            return self
+        data, z, replica = self.grid.data, self.grid.z, self.reliability.replica
+        if self.grid.auto:
+            raise ValueError(
+                "reliability.lighthouse makes each replica a job of its own, and grid.auto would lay out one job; give the grid"
+            )
+        if replica >= data:
+            raise ValueError(
+                f"reliability.replica={replica} is none of the grid's data={data} replicas, which are counted from 0; use at "
+                f"most {data - 1}, or a larger grid.data"
+            )
+        if not self.checkpoints.resume:
+            raise ValueError(
+                "reliability.lighthouse is for replicas that are started again, and checkpoints.resume=false begins anew; "
+                "leave it true"
+            )
+        if self.sequences < data * z:
+            raise ValueError(
+                f"batch.tokens={self.batch.tokens} are {self.sequences} sequences, too few for data*z = {data * z} ranks; use "
+                f"{data * z * self.data.sequence_length}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def every_rank_has_its_share(self) -> RunConfig:
-        ranks = self.grid.data * self.grid.z
+        ranks = math.prod(self.shape[:2])
         if self.grid.auto or not (self.sequences % ranks or self.evaluation.sequences % ranks):
             return self
+        words = "data*z" if self.reliability.lighthouse is None else "z"
         if self.sequences % ranks:
             near = max(1, round(self.sequences / ranks)) * ranks * self.data.sequence_length
             raise ValueError(
-                f"batch.tokens={self.batch.tokens} are {self.sequences} sequences, which do not divide over data*z = {ranks} "
+                f"batch.tokens={self.batch.tokens} are {self.sequences} sequences, which do not divide over {words} = {ranks} "
                 f"ranks; use {near}"
             )
         near = -(-self.evaluation.sequences // ranks) * ranks
         raise ValueError(
-            f"evaluation.sequences={self.evaluation.sequences} does not divide over data*z = {ranks} ranks; use {near}"
+            f"evaluation.sequences={self.evaluation.sequences} does not divide over {words} = {ranks} ranks; use {near}"
         )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The grid of this job; with a lighthouse it is one replica of the data axis."""
+        grid = self.grid
+        return (grid.data if self.reliability.lighthouse is None else 1, grid.z, grid.y, grid.x)
 
     @property
     def sequences(self) -> int:

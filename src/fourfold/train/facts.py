@@ -33,7 +33,8 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
             trainer.micro_batches,
             run.engine.activation_checkpointing,
             run.engine.keep_weights_bytes,
-        ),
+        )
+        | {"data": grid.data * trainer.replicas},
         "data": [
             {
                 "path": str(source.path),

@@ -79,7 +79,8 @@ class Meter(Callback):
             if trainer.grid.size(axis) > 1:
                 figures[f"exposed_{axis}_s"] = self._exposed_s[axis] / steps
         if self._ideal_s_per_token is not None:
-            figures["mfu"] = self._ideal_s_per_token * last.tokens / step_s
+            # Of the devices of all replicas that are there.
+            figures["mfu"] = self._ideal_s_per_token * last.tokens / step_s / last.figures.get("replicas", 1)
         # An evaluation or a checkpoint is no part of each step: these are of all since the last reading.
         return figures | {f"{what}_s": s for what, s in beside_s.items() if s > 0}
 

@@ -77,7 +77,8 @@ class BadNumbers(Callback):
     def on_rollback(self, trainer: Trainer) -> None:
         skipped = self._skipped
         self.on_start(trainer)
-        self._skipped = skipped  # they were, also if the run does not remember
+        # They were, also if the run does not remember; a replica that was copied may remember more.
+        self._skipped = torch.maximum(skipped, self._skipped)
 
     def refuses(self, trainer: Trainer, loss: Tensor, norm: Tensor | None) -> Tensor:
         values = {"loss": loss.detach().float()} | ({"norm": norm.float()} if norm is not None else {})

@@ -26,6 +26,10 @@ class Rollbacks:
     def is_asked(self) -> bool:
         return self._asked is not None
 
+    @property
+    def why(self) -> str:
+        return self._asked[1] if self._asked is not None else ""
+
     def ask(self, before: int, why: str, *, by_chance: bool = False) -> None:
         """After this step, go back to the newest checkpoint from before step ``before``.
 

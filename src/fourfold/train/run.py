@@ -33,7 +33,7 @@ def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
         # What ranks have done lately is in the report of a hang; read when groups are made.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
         join_world()
-    run = on_all_ranks(run)
+    run = as_replica(on_all_ranks(run))
     used, ranks = run.grid.size, dist.get_world_size()
     idle_store = None
     if run.grid.cluster is not None and used < ranks:
@@ -44,8 +44,7 @@ def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
         if not is_used:
             return wait_idle(idle_store, rank, used)
     with ExitStack() as ends:
-        shape = (run.grid.data, run.grid.z, run.grid.y, run.grid.x)
-        trainer = Trainer(run, Grid.create(shape), [*first, *callbacks_of(run)])
+        trainer = Trainer(run, Grid.create(run.shape), [*first, *callbacks_of(run)])
         checkpoints = ends.enter_context(Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep))
         stop = StopRequest(run.reliability.first_step_timeout_s)
         try:
@@ -64,6 +63,14 @@ def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
     if is_ours:  # not after an error: with collectives in flight it could wait for ever
         dist.destroy_process_group()
     return trainer.is_done
+
+
+def as_replica(run: RunConfig) -> RunConfig:
+    """Replicas that are jobs of their own each have their logs; they share the checkpoints."""
+    if run.reliability.lighthouse is None:
+        return run
+    folder = run.logging.folder / f"replica-{run.reliability.replica}"
+    return run.model_copy(update={"logging": run.logging.model_copy(update={"folder": folder})})
 
 
 def on_all_ranks(run: RunConfig) -> RunConfig:

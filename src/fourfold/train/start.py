@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ def local_ranks(run: RunConfig, ranks: int | None) -> int:
             )
         needed = ranks or devices
     else:
-        needed = run.grid.size
+        needed = math.prod(run.shape)
         if ranks is not None and ranks != needed:
             raise ValueError(
                 f"--ranks {ranks} does not fit the grid data*z*y*x = {needed}; leave it out, or change the grid"
@@ -49,7 +50,8 @@ def check(run: RunConfig) -> None:
             f"the model knows {config.vocab_size} tokens, the data has {vocabulary}; set vocab_size to {vocabulary} in its "
             "config.json, or prepare the data with the model's tokenizer"
         )
-    if not run.grid.auto:
+    # Replicas that come and go take shares of any size.
+    if not run.grid.auto and run.reliability.lighthouse is None:
         parts = run.grid.data * run.grid.z
         micro_batches(run.sequences // parts, run.batch.micro_batch_sequences)
 

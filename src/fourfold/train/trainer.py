@@ -35,6 +35,7 @@ from fourfold.train.data.mixture import check_identity, open_mixture
 from fourfold.train.data.packing import check_documents_stay_apart
 from fourfold.train.model import build_model
 from fourfold.train.optimizers import build_optimizer
+from fourfold.train.quorum import Quorum
 from fourfold.train.rollback import Rollbacks
 from fourfold.train.schedule import rate_of_step
 from fourfold.train.stop import StopRequest
@@ -85,7 +86,7 @@ class Callback:
         """A checkpoint is about to be saved: what of this callback decides how the run goes on, into `Training.beside`."""
 
     def on_rollback(self, trainer: Trainer) -> None:
-        """The run has been set back to an earlier step."""
+        """The run has been set to another step: back to a checkpoint, or to that of a replica which it copies."""
 
     def on_end(self, trainer: Trainer) -> None: ...
 
@@ -96,9 +97,11 @@ class Trainer:
     def __init__(self, run: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> None:
         self.run, self.grid, self.callbacks = run, grid, list(callbacks)
         self.is_first = dist.get_rank() == 0
+        self.quorum = Quorum(self) if run.reliability.lighthouse is not None else None
         rows = grid.local_rows(run.sequences)  # refuses a batch that does not divide
-        self.micro_batches = micro_batches(rows.stop - rows.start, run.batch.micro_batch_sequences)
-        self.rows_at_a_time = (rows.stop - rows.start) // self.micro_batches
+        self.rows_at_a_time = rows_at_a_time(run, rows.stop - rows.start)
+        self.replicas = 1 if self.quorum is None else run.grid.data  # jobs like this one, when all are there
+        self.micro_batches = -(-(rows.stop - rows.start) // (self.replicas * self.rows_at_a_time))
         sources = [(source.path, source.weight) for source in run.data.sources]
         self.mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed)
         self.loader = Loader(self.mixture, grid, run.sequences, read_ahead=run.data.read_ahead)
@@ -144,10 +147,15 @@ class Trainer:
             self._resume(checkpoints)
         for callback in self.callbacks:
             callback.on_start(self)
-        batches = self.loader.batches(int(self.training.data["samples"]))
+        if self.quorum is not None:
+            batches = self.quorum.batches()
+        else:
+            batches = self.loader.batches(int(self.training.data["samples"]))
         stops = False
         while not self.is_done and not stops:
             result = self._step(batches)
+            if result is None:
+                continue
             self.place = "callbacks"
             for callback in self.callbacks:
                 callback.on_step(self, result)
@@ -156,6 +164,8 @@ class Trainer:
                 batches = self._go_back(checkpoints)
             elif checkpoints is not None and (stops or self.is_saved_at(self.step)):
                 self._save(checkpoints)
+        if self.quorum is not None:
+            self.quorum.close()
         if checkpoints is not None:
             with self.beside("checkpoint"):
                 checkpoints.wait()
@@ -164,11 +174,19 @@ class Trainer:
 
     def _save(self, checkpoints: Checkpoints) -> None:
         with self.beside("checkpoint"):
+            # One replica saves for all; it may do steps again that another, which is gone by now, has saved.
+            if self.quorum is not None and not (self.quorum.leads and self.step not in checkpoints.steps()):
+                return
             for callback in self.callbacks:
                 callback.on_save(self)
             checkpoints.save(self.training)
 
     def _go_back(self, checkpoints: Checkpoints | None) -> Iterator[Batch]:
+        if self.quorum is not None:
+            raise RuntimeError(
+                f"step {self.step}: {self.back.why}; with reliability.lighthouse a run does not go back by itself: started "
+                "again, it goes on from its newest checkpoint"
+            )
         with self.beside("rollback"):
             self.back.go(self.training, checkpoints)
         for callback in self.callbacks:
@@ -208,19 +226,26 @@ class Trainer:
             saved = {key: value for key, value in self.training.data.items() if key != "samples"}
             check_identity(saved, identity)
 
-    def _step(self, batches: Iterator[Batch]) -> StepResult:
+    def _step(self, batches: Iterator[Batch]) -> StepResult | None:
+        """One step; None if a replica was lost on the way: nothing has changed."""
         start = self._clock.mark()
+        if self.quorum is not None:
+            with self.beside("quorum"):
+                self.quorum.meet()
+        with self.beside("data"):
+            batch = next(batches)
         rate = self.run.optimizer.lr * rate_of_step(self.run.schedule, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        seed_ranks(self.grid, self.run.seed, self.step)
-        with self.beside("data"):
-            batch = next(batches)
+        seed_ranks(self.grid, self.run.seed, self.step, replica=self.quorum.place if self.quorum else 0)
         with ExitStack() as around:
             for callback in self.callbacks:
                 around.enter_context(callback.around_step(self))
             self.place = "forward and backward"
             loss = self._forward_and_backward(batch)
+            if self.quorum is not None and not self.quorum.add_up(loss):
+                self.optimizer.zero_grad()
+                return None
             for callback in self.callbacks:
                 callback.on_gradients(self)
             self.place = "clipping"
@@ -234,13 +259,19 @@ class Trainer:
         self.training.step += 1
         self.training.data["samples"] = batch.next_sample
         end = self._clock.mark()
-        return StepResult(self.step, loss, norm, rate, self.run.batch.tokens, self._clock, start, end)
+        result = StepResult(self.step, loss, norm, rate, self.run.batch.tokens, self._clock, start, end)
+        if self.quorum is not None:
+            result.figures["replicas"] = float(self.quorum.size)
+        return result
 
     def _forward_and_backward(self, batch: Batch) -> Tensor:
         """The mean loss over the global batch; gradients of all micro-batches are sent with the last."""
         inputs = {name: rows.to(self.grid.device, non_blocking=True) for name, rows in batch.inputs.items()}
-        counted = count_labels(inputs["labels"], self.grid, shift=True)
-        chunks = zip(*(rows.chunk(self.micro_batches) for rows in inputs.values()), strict=True)
+        counted = count_labels(inputs["labels"], self.grid, shift=True, at_least=0)
+        if self.quorum is not None:
+            counted = self.quorum.sum(counted)
+        counted = counted.clamp(min=1)
+        chunks = zip(*(rows.split(self.rows_at_a_time) for rows in inputs.values()), strict=True)
         parts = [dict(zip(inputs, rows, strict=True)) for rows in chunks]
         total = torch.zeros((), device=self.grid.device)
         for i, part in enumerate(parts):
@@ -250,6 +281,13 @@ class Trainer:
                 loss.backward()
             total += loss.detach()
         return total
+
+
+def rows_at_a_time(run: RunConfig, rows: int) -> int:
+    """Of a rank that has so many, or all if it is the only replica left: no more than it takes when all are there."""
+    if run.reliability.lighthouse is None:
+        return rows // micro_batches(rows, run.batch.micro_batch_sequences)
+    return min(rows, run.batch.micro_batch_sequences or -(-rows // run.grid.data))
 
 
 def micro_batches(rows: int, at_a_time: int | None) -> int:

@@ -53,26 +53,27 @@ class Loader:
         self._rows = grid.local_rows(global_batch)
         self._pinned = grid.device.type == "cuda"  # a copy from pinned memory need not be waited for
 
-    def batches(self, first_sample: int = 0) -> Iterator[Batch]:
-        """Without end, from a global sample on."""
+    def batches(self, first_sample: int = 0, rows: slice | None = None) -> Iterator[Batch]:
+        """Without end, from a global sample on; ``rows`` of each batch, if they are not those of the grid."""
         if not self._read_ahead:
             while True:
-                yield self.read(first_sample)
+                yield self.read(first_sample, rows)
                 first_sample += self._batch
         reader = ThreadPoolExecutor(1, thread_name_prefix="fourfold-data")
         ahead: deque[Future[Batch]] = deque()
         try:
             while True:
                 while len(ahead) <= self._read_ahead:
-                    ahead.append(reader.submit(self.read, first_sample))
+                    ahead.append(reader.submit(self.read, first_sample, rows))
                     first_sample += self._batch
                 yield ahead.popleft().result()
         finally:
             reader.shutdown(wait=False, cancel_futures=True)
 
-    def read(self, first_sample: int) -> Batch:
+    def read(self, first_sample: int, rows: slice | None = None) -> Batch:
         """This rank's rows of the step that begins with a global sample."""
-        first, stop = first_sample + self._rows.start, first_sample + self._rows.stop
+        rows = rows or self._rows
+        first, stop = first_sample + rows.start, first_sample + rows.stop
         samples = self._mixture.samples(first, stop)
         input_ids, labels, position_ids = (self._stacked(rows) for rows in zip(*samples, strict=True))
         return Batch(input_ids, labels, position_ids, first_sample, first_sample + self._batch)
