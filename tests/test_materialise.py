@@ -120,7 +120,7 @@ def test_a_loaded_model_has_the_loss_of_the_stock_one(
 def loaded_numbers(shape: Shape, folder: Path, expected: dict[str, Tensor]) -> tuple[int, list[str]]:
     """How many tensors this rank has a part of, and which of those are not the parts expected."""
     section, grid = ModelSection(pretrained=folder), Grid.create(shape)
-    model, report = build_model(section, EngineSection(), grid, seed=0)
+    model, report = build_model(section, EngineSection(), grid, seed=0, length=16)
     found = local_parameters(model)
     return len(found), [n for n, t in found.items() if not torch.equal(t, part(expected, report, grid, n))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,25 @@ from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.report import Report
 from fourfold.train.config import EngineSection, ModelSection
 
+logger = logging.getLogger(__name__)
+
 
 def build_model(
-    model: ModelSection, engine: EngineSection, grid: Grid, seed: int
+    model: ModelSection, engine: EngineSection, grid: Grid, seed: int, length: int
 ) -> tuple[nn.Module, Report]:
-    """Built on meta; each rank draws or reads its own shards alone."""
+    """Built on meta; each rank draws or reads its own shards alone.
+
+    ``length``: of the sequences to come. Where tensor ranks do not divide it, some batch could not be cut by its tokens.
+    """
+    activations = engine.activations
+    if activations == "auto" and any(length % ranks for ranks in (grid.x, grid.y)):
+        logger.warning(
+            "x=%d or y=%d does not divide the %d tokens of a sequence: activations are replicated",
+            grid.x,
+            grid.y,
+            length,
+        )
+        activations = "replicated"
     with torch.device("meta"):
         # Masters are fp32, also of weights that are stored in fewer bits, as config.json then says.
         module: nn.Module = AutoModelForCausalLM.from_config(model_config(model), dtype=torch.float32)
@@ -28,7 +43,7 @@ def build_model(
         module,
         grid,
         precision=engine.precision,
-        activations=engine.activations,
+        activations=activations,
         activation_checkpointing=engine.activation_checkpointing,
         weights=engine.weights,
         overlap=Overlap(keep_bytes=engine.keep_weights_bytes, keep_inputs=engine.keep_inputs),

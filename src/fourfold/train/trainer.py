@@ -105,7 +105,7 @@ class Trainer:
         sources = [(source.path, source.weight) for source in run.data.sources]
         self.mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed)
         self.loader = Loader(self.mixture, grid, run.sequences, read_ahead=run.data.read_ahead)
-        self.model, self.report = build_model(run.model, run.engine, grid, run.seed)
+        self.model, self.report = build_model(run.model, run.engine, grid, run.seed, run.data.sequence_length)
         check_documents_stay_apart(
             self.model,
             grid,

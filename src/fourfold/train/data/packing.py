@@ -6,6 +6,8 @@ with FlashAttention only for one row at a time; otherwise it lets them see each 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -23,16 +25,17 @@ def check_documents_stay_apart(model: nn.Module, grid: Grid, *, rows: int, vocab
     ``rows``: those that the model is given at a time. Two small forwards; on a cut model all ranks have to call it.
     """
     drawn = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (rows, 2 * DOCUMENT_TOKENS), generator=drawn)
+    document = math.lcm(DOCUMENT_TOKENS, grid.x, grid.y)  # so that tokens can be dealt out to tensor ranks
+    ids = torch.randint(vocab_size, (rows, 2 * document), generator=drawn)
     other = ids.clone()
-    other[:, :DOCUMENT_TOKENS] = (ids[:, :DOCUMENT_TOKENS] + vocab_size // 2) % vocab_size
-    positions = torch.arange(DOCUMENT_TOKENS, device=grid.device).repeat(rows, 2)
+    other[:, :document] = (ids[:, :document] + vocab_size // 2) % vocab_size
+    positions = torch.arange(document, device=grid.device).repeat(rows, 2)
     found = []
     with evaluating(model):
         for given in (ids, other):
             own = model(input_ids=given.to(grid.device), position_ids=positions).logits
             whole = full_logits(own, grid, vocab_size=vocab_size, batch=ids.shape)
-            found.append(whole[:, DOCUMENT_TOKENS:].float())
+            found.append(whole[:, document:].float())
     logits, changed = found
     if (logits - changed).abs().max() > TOLERANCE * logits.abs().max():
         attention = getattr(getattr(model, "config", None), "_attn_implementation", "unknown")
