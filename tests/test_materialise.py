@@ -125,6 +125,19 @@ def loaded_numbers(shape: Shape, folder: Path, expected: dict[str, Tensor]) -> t
     return len(found), [n for n, t in found.items() if not torch.equal(t, part(expected, report, grid, n))]
 
 
+def activations_for(shape: Shape, folder: Path, length: int) -> str:
+    section, grid = ModelSection(pretrained=folder), Grid.create(shape)
+    return build_model(section, EngineSection(), grid, seed=0, length=length)[1].activations
+
+
+def test_sequences_that_cannot_be_dealt_out_leave_activations_replicated(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    build("llama").save_pretrained(tmp_path)
+    for length, expected in ((16, "token-sharded"), (15, "replicated")):
+        assert set(pool.run(activations_for, 2, (1, 1, 1, 2), tmp_path, length)) == {expected}
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_masters_are_the_stored_numbers_in_fp32(
