@@ -76,9 +76,10 @@ def test_token_sharded_activations_train_evaluate_and_save_the_same(pool: RankPo
     assert (layout.by_tokens, layout.keep_inputs) == (True, False)
     exported = export(tmp_path / "checkpoints", tmp_path / "out")
     assert "config.json" in exported.files
-    ((rest, later, layout), *_) = pool.run(train_by_tokens, 4, on(values, shape), None)
+    replicated = {"activations": "replicated"}
+    ((rest, later, layout), *_) = pool.run(train_by_tokens, 4, on(values, shape, engine=replicated), None)
     assert not layout.by_tokens
-    elsewhere = on(values, shape, checkpoints={"folder": str(tmp_path / "other")})
+    elsewhere = on(values, shape, engine=replicated, checkpoints={"folder": str(tmp_path / "other")})
     ((whole, expected, _), *_) = pool.run(train_by_tokens, 4, elsewhere, None)
     close(first | rest, whole, ACROSS)
     close(dict(enumerate(valid + later)), dict(enumerate(expected)), ACROSS)
