@@ -66,9 +66,6 @@ class Facts(Callback):
         self.layout = Layout(**facts_of(trainer)["layout"])
 
 
-REPLICATED = {"activations": "replicated"}
-
-
 def test_token_sharded_activations_train_evaluate_and_save_the_same(pool: RankPool, tmp_path: Path) -> None:
     """Begun with them, gone on without, and exported: as if nothing had been set."""
     values = write_run(tmp_path)
@@ -79,9 +76,10 @@ def test_token_sharded_activations_train_evaluate_and_save_the_same(pool: RankPo
     assert (layout.by_tokens, layout.keep_inputs) == (True, False)
     exported = export(tmp_path / "checkpoints", tmp_path / "out")
     assert "config.json" in exported.files
-    ((rest, later, layout), *_) = pool.run(train_by_tokens, 4, on(values, shape, engine=REPLICATED), None)
+    replicated = {"activations": "replicated"}
+    ((rest, later, layout), *_) = pool.run(train_by_tokens, 4, on(values, shape, engine=replicated), None)
     assert not layout.by_tokens
-    elsewhere = on(values, shape, engine=REPLICATED, checkpoints={"folder": str(tmp_path / "other")})
+    elsewhere = on(values, shape, engine=replicated, checkpoints={"folder": str(tmp_path / "other")})
     ((whole, expected, _), *_) = pool.run(train_by_tokens, 4, elsewhere, None)
     close(first | rest, whole, ACROSS)
     close(dict(enumerate(valid + later)), dict(enumerate(expected)), ACROSS)
