@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,8 @@ from fourfold.launch import CONTINUE, REFUSED
 # Of the meeting, where hosts come and go. Fewer than all wait for the others for so long before they go on; and a host
 # that hears nothing from the meeting takes it for lost. torchrun's are 30 and 60 s.
 CONF = {"last_call_timeout": 15, "read_timeout": 20}
+LOOK_S = 0.5  # between two looks for hosts that have come
+ANSWER_S = 10.0
 AWAY_S = 3600.0  # that a host looks for the others
 SAVE_S = 600  # for ranks to save before they are started anew in another number
 
@@ -47,14 +50,29 @@ class FreshStores(RendezvousHandler):
         self._is_static = meeting.get_backend() == "static"
         self._server: TCPStore | None = None
         self._attempt = 0
+        self._waiting = 0
+        self._lock = threading.Lock()  # the meeting is for one at a time
+        self._looks: threading.Thread | None = None
         self.stays_open = False
 
     def next_rendezvous(self) -> RendezvousInfo:
         try:
-            info = self._meeting.next_rendezvous()
+            if not self._lock.acquire(timeout=ANSWER_S):
+                # The one who looks is still at it. Its sign of life must not go on for a host that has given up.
+                stop = getattr(self._meeting, "_stop_heartbeats", lambda: None)
+                threading.Thread(target=stop, daemon=True).start()
+                raise RendezvousConnectionError(f"the meeting has not answered for {ANSWER_S:g} s")
+            try:
+                info = self._meeting.next_rendezvous()
+            finally:
+                self._lock.release()
         except RendezvousError:
             self.stays_open = True  # for the others, who may be well
             raise
+        if self._looks is None and not self._is_static:
+            self._looks = threading.Thread(target=self._look, name="newcomers", daemon=True)
+            self._looks.start()
+        self._waiting = 0
         self._attempt += 1
         # A static meeting has one store for all attempts, which all agents count alike. Otherwise there is a new one
         # for each round, and an agent that has come later has counted fewer.
@@ -73,11 +91,18 @@ class FreshStores(RendezvousHandler):
         return True
 
     def num_nodes_waiting(self) -> int:
-        try:
-            return self._meeting.num_nodes_waiting()
-        except RendezvousConnectionError:
-            # The first host has ended, or is cut off. What that means for the ranks here, they know best.
-            return 0
+        """As it was a moment ago: on a host that is cut off, whoever asks now waits for minutes, and sees no rank die."""
+        return self._waiting
+
+    def _look(self) -> None:
+        while not self.stays_open:
+            with self._lock:
+                try:
+                    self._waiting = self._meeting.num_nodes_waiting()
+                except RendezvousConnectionError:
+                    # The first host has ended, or is cut off. What that means for the ranks here, they know best.
+                    self._waiting = 0
+            time.sleep(LOOK_S)
 
     def get_backend(self) -> str:
         return str(self._meeting.get_backend())
