@@ -15,17 +15,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import get_args
 
-from torch import nn
+from torch import Tensor, nn
 
-from fourfold.grid import Grid, factorisations
+from fourfold.grid import Axis, Grid, factorisations
 from fourfold.parallel import loss, norm
+from fourfold.parallel.collectives import Pending
 from fourfold.parallel.linear import Linear4D
-from fourfold.parallel.tokens import ActivationsWanted
+from fourfold.parallel.sharded_call import Call
+from fourfold.parallel.tokens import ActivationsWanted, Cut
 from fourfold.parallel.weights import Weights
 from fourfold.ranks import RankPool
 from fourfold.selftest import (
@@ -49,19 +51,33 @@ FAULTS = ("norm", "sibling-reduce", "loss")
 @contextmanager
 def planted(fault: str, model: nn.Module) -> Iterator[None]:
     """A fault in one layer, for as long as it lasts."""
-    saved = (norm.sum_both, loss.count_labels)
+    saved = (norm.sum_both, loss.count_labels, Call.reduce)
     if fault == "norm":  # each shard normalises by its own statistics
         norm.sum_both = lambda part, collectives, axis, *_: part * collectives.size(axis)
     elif fault == "loss":  # the mean over the labels of this rank, not of the global batch
         loss.count_labels = lambda labels, grid, **_: (labels != -100).sum().clamp(min=1)
     elif fault == "sibling-reduce":  # q, k, v and gate, up forget to sum the gradient of their input
+        Call.reduce = _forgetful(Call.reduce)  # type: ignore[method-assign]
         for module in model.modules():
-            if isinstance(module, Linear4D) and module.group.in_axis == "y":
+            if isinstance(module, Linear4D) and module.group.in_axis == "y" and module.cuts is None:
                 module.group.out_axis = None
     try:
         yield
     finally:
-        norm.sum_both, loss.count_labels = saved
+        norm.sum_both, loss.count_labels, Call.reduce = saved  # type: ignore[method-assign]
+
+
+def _forgetful(reduce: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Of token-sharded activations: a rank takes its own part for the sum of all, where gradients leave over x."""
+
+    def part_of_one(call: Call, own: Tensor, parts: Tensor, axis: Axis | None, cut: Cut) -> Pending:
+        if axis != "x" or call.group.out_axis != "x" or not call.cuts(axis, cut):
+            return reduce(call, own, parts, axis, cut)
+        grid = call.group.grid
+        own.view(-1).copy_(parts.reshape(grid.x, -1)[grid.coordinate("x")])
+        return Pending()
+
+    return part_of_one
 
 
 def run_rank(
