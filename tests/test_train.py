@@ -52,10 +52,10 @@ class Validation(Evaluation):
         self.found = [*getattr(self, "found", []), result.figures["validation_loss"]]
 
 
-def train_by_tokens(run: RunConfig, stop_at: int | None) -> tuple[dict[int, float], list[float], Any]:
+def train_by_tokens(run: RunConfig) -> tuple[dict[int, float], list[float], Any]:
     """(losses, validation losses, what the facts say of the layout)."""
     validation, facts = Validation(run.evaluation.sequences, 1), Facts()
-    losses, _ = train(run, validation, facts, saves=True, stop_at=stop_at)
+    losses, _ = train(run, validation, facts, saves=True)
     return losses, validation.found, facts.layout
 
 
@@ -67,22 +67,21 @@ class Facts(Callback):
 
 
 def test_token_sharded_activations_train_evaluate_and_save_the_same(pool: RankPool, tmp_path: Path) -> None:
-    """Begun with them, gone on without, and exported: as if nothing had been set."""
     values = write_run(tmp_path)
-    shape: Shape = (1, 1, 2, 2)
-    by_tokens = {"activations": "token-sharded", "keep_inputs": False}
-    run = on(values, shape, engine=by_tokens)
-    ((first, valid, layout), *_) = pool.run(train_by_tokens, 4, run, 2)
+    found = {}
+    for activations in ("replicated", "token-sharded"):
+        engine = {"activations": activations, "keep_inputs": activations == "replicated"}
+        folder = tmp_path / activations
+        run = on(
+            values, (1, 1, 2, 2), engine=engine, schedule={"steps": 3}, checkpoints={"folder": str(folder)}
+        )
+        (found[activations], *_) = pool.run(train_by_tokens, 4, run)
+        assert "config.json" in export(folder, tmp_path / f"{activations}-out").files
+    (expected, validation, before), (losses, again, layout) = found.values()
+    assert (before.by_tokens, before.keep_inputs) == (False, True)
     assert (layout.by_tokens, layout.keep_inputs) == (True, False)
-    exported = export(tmp_path / "checkpoints", tmp_path / "out")
-    assert "config.json" in exported.files
-    replicated = {"activations": "replicated"}
-    ((rest, later, layout), *_) = pool.run(train_by_tokens, 4, on(values, shape, engine=replicated), None)
-    assert not layout.by_tokens
-    elsewhere = on(values, shape, engine=replicated, checkpoints={"folder": str(tmp_path / "other")})
-    ((whole, expected, _), *_) = pool.run(train_by_tokens, 4, elsewhere, None)
-    close(first | rest, whole, ACROSS)
-    close(dict(enumerate(valid + later)), dict(enumerate(expected)), ACROSS)
+    close(losses, expected, ACROSS)
+    close(dict(enumerate(again)), dict(enumerate(validation)), ACROSS)
 
 
 def test_the_comparison_would_see_another_rate(pool: RankPool, values: dict[str, Any]) -> None:
