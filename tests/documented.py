@@ -141,7 +141,8 @@ def _check_module(name: str, arguments: list[str]) -> None:
     if name == "fourfold":
         _check_fourfold(arguments)
     elif name.startswith(("benchmarks.", "fourfold.")) and find_spec(name):
-        main = import_module(name).main
+        package = (ROOT / name.replace(".", "/")).is_dir()
+        main = import_module(f"{name}.__main__" if package else name).main
         if arguments or name.startswith("benchmarks."):
             parse(main, arguments)
     else:
@@ -164,9 +165,9 @@ def options_of_all() -> Iterator[str]:
                     yield from collect(below)
 
     mains = [fourfold]
-    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
         if "ArgumentParser" in path.read_text():
-            mains.append(import_module(f"benchmarks.{path.stem}").main)
+            mains.append(import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)).main)
     for main in mains:
         yield from collect(site("hooks").parser_of(main))
 

@@ -18,8 +18,8 @@ import fourfold.train.checkpoint
 from fourfold import RankPool
 from fourfold.cli.main import main
 from fourfold.faults.fault import Fault, Point
-from fourfold.faults.files import damage, flip_bit, swap_files
-from fourfold.faults.plant import Planted, cut_short, in_files
+from fourfold.faults.files import flip_bit, swap_files
+from fourfold.faults.plant import Planted, in_files
 from fourfold.ranks import RankError
 from fourfold.train.checkpoint import Checkpoints, SaveError, commit, storage
 from fourfold.train.checkpoint.folder import Folder, open_folder
@@ -30,8 +30,8 @@ from tests.checkpoints import advance, assert_same, numbers, save_steps, start
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
 
-# In processes that are really killed; every system call of a save is the test below, and the drawn kills of
-# `benchmarks.faults` meet the rest.
+# In processes that are really killed; `benchmarks.faults` ends a save after each of its system calls, damages files in
+# every way and lets every kind of write fail, and `test_faults.py` has its small version.
 KILLS = [
     (1, "write", "rank-1.safetensors"),
     (0, "renamed", "step-2.tmp"),
@@ -82,48 +82,6 @@ def test_a_run_goes_on_after_a_kill_and_saves_the_same_step_again(pool: RankPool
     pool.run(resume_after_a_kill, 1, str(tmp_path))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2"]
     assert find_newest(tmp_path) == 2
-
-
-def save_to_every_point(folder: str) -> list[str]:
-    """End the save of step 2 after each of its system calls; the calls."""
-    training = start()
-    where = Path(folder)
-    with Checkpoints(where / "whole") as checkpoints:
-        training.step = 1
-        checkpoints.save(training)
-        checkpoints.wait()
-        training.step = 2
-        with cut_short() as whole:
-            checkpoints.save(training)
-            checkpoints.wait()
-    calls = whole.done
-    for after in range(len(calls)):
-        run = where / str(after)
-        shutil.copytree(where / "whole" / "step-1", run / "step-1")
-        training.step = 2
-        checkpoints = Checkpoints(run)
-        with cut_short(after):
-            checkpoints.save(training)
-            with pytest.raises(SaveError):
-                checkpoints.wait()
-        is_there = "renamed step-2.tmp" in calls[: after + 1]
-        assert find_newest(run) == (2 if is_there else 1), calls[after]
-        assert checkpoints.load(training) == find_newest(run)
-        training.step = 2
-        if not is_there:  # the next attempt is not disturbed by what is left of this one
-            checkpoints.save(training)
-            checkpoints.wait()
-            assert find_newest(run) == 2
-    return calls
-
-
-def test_a_save_that_ends_after_any_of_its_system_calls_leaves_the_old_one_or_the_new(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    (calls,) = pool.run(save_to_every_point, 1, str(tmp_path))
-    for call in ("write manifest.json", "fsync manifest.json", "rename step-2.tmp", "renamed step-2.tmp"):
-        assert call in calls
-    assert len(calls) > 12
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -190,20 +148,6 @@ def test_a_checkpoint_under_another_step_is_refused(run: Path) -> None:
     (run / "step-2").rename(run / "step-3")
     (line,) = find_damage(open_folder(run / "step-3"), 3)
     assert "is of step 2" in line
-
-
-def test_every_damage_is_found(run: Path) -> None:
-    """Flipped, cut, longer, gone, zeroed, in another order: `benchmarks.faults` draws a thousand."""
-    folder = open_folder(run / "step-2")
-    for seed in range(200):
-        shutil.copytree(run / "step-2", run / "whole")
-        file, way = damage(run / "step-2", seed)
-        found = find_damage(folder, 2)
-        assert len(found) == 1, (seed, way)
-        assert file.name in found[0]
-        shutil.rmtree(run / "step-2")
-        (run / "whole").rename(run / "step-2")
-    assert find_damage(folder, 2) == []
 
 
 def fall_back(folder: str, name: str) -> None:
@@ -333,37 +277,6 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(pool: RankPool, tmp_path: Pa
         )
         assert "rank 0" not in message
     assert steps(open_folder(tmp_path)) == [1, 2]
-
-
-def errors_in_saves(folder: str, trials: int) -> int:
-    """Errors at drawn writes of drawn ranks: how many saves said that they failed."""
-    training = start((1, 2, 1, 1))
-    failed = 0
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(training)
-        checkpoints.wait()
-        for seed in range(trials):
-            choose = random.Random(seed)
-            rank = choose.randrange(2)
-            files = ["rank-*.safetensors"] + ([] if rank else ["index.json", "state.json", "manifest.json"])
-            action = choose.choice(["eio", "enospc"])
-            point: Point = "write" if action == "enospc" else choose.choice(["write", "fsync"])
-            fault = Fault(action, point, rank, name=choose.choice(files))  # type: ignore[arg-type]
-            training.step = 1
-            with in_files(Planted([fault], torch.distributed.get_rank())):
-                checkpoints.save(training)
-                with pytest.raises(SaveError, match=f"rank {rank}") as caught:
-                    checkpoints.wait()
-            assert fault.name.strip("rank-*") in str(caught.value)
-            failed += 1
-            assert find_newest(Path(folder)) == 0
-        checkpoints.save(training)
-    return failed
-
-
-def test_no_error_of_a_disk_is_taken_for_success(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(errors_in_saves, 2, str(tmp_path), 20) == [20, 20]
-    assert find_newest(tmp_path) == 1
 
 
 def not_shared(folder: str) -> str:

@@ -21,11 +21,13 @@ Shape = tuple[int, int, int, int]
 # -- a permutation without a table ----------------------------------------------------------------------------------
 
 
+@settings(deadline=None)  # of one example: a busy machine would not keep it
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
 def test_each_place_is_taken_once(size: int, key: int) -> None:
     assert sorted(permuted(np.arange(size), size, key).tolist()) == list(range(size))
 
 
+@settings(deadline=None)
 @given(size=st.integers(2**33, 2**50), first=st.integers(0, 2**32), key=st.integers(0, 2**64 - 1))
 def test_no_place_of_a_trillion_is_taken_twice(size: int, first: int, key: int) -> None:
     taken = permuted(np.arange(first, first + 2000), size, key)
@@ -48,7 +50,7 @@ def test_every_order_of_four_comes_equally_often() -> None:
 # -- whose turn it is -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=7))
 def test_every_prefix_has_its_share_of_each_source_within_one(counts: list[int]) -> None:
     turns = take_turns(counts)

@@ -30,7 +30,7 @@ from tests.documented import (
 
 # Commands that are not run here, by their exact words, and who runs them.
 ELSEWHERE = {
-    "fourfold drill run.toml": "tests/test_drill.py::test_every_exercise_of_a_drill_comes_out_right",
+    "fourfold drill run.toml": "tests/test_drill.py::test_the_exercises_of_a_drill_come_out_right",
     "fourfold drill run.toml --fault kill:at=optimizer,rank=1,step=4": "tests/test_drill.py::test_a_drill_sees_a_run_that_does_not_come_back_as_it_was",
     "fourfold drill run.toml --compare": "tests/test_drill.py::test_a_run_on_a_cluster_is_compared_by_its_checkpoints",
     "fourfold plan --cluster my-cluster.toml --against run.json": "tests/test_plan_against.py::test_a_real_run_can_be_saved_and_compared",

@@ -140,8 +140,11 @@ def test_a_loss_that_is_no_number_is_json_still(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
     run = fresh(values, tmp_path)
-    broken = run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"lr": 1e30})})
-    pool.run(watch, 1, broken)
+    changes = {
+        "optimizer": run.optimizer.model_copy(update={"lr": 1e30}),
+        "reliability": run.reliability.model_copy(update={"skip_bad_steps": False}),
+    }
+    pool.run(watch, 1, run.model_copy(update=changes))
     text = (run.logging.folder / "metrics.jsonl").read_text()
     for line in text.splitlines():
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))

@@ -16,6 +16,7 @@ import importlib
 import inspect
 import sys
 import time
+from collections.abc import Sequence
 
 from benchmarks.faults.row import Part, Row
 
@@ -23,7 +24,7 @@ from benchmarks.faults.row import Part, Row
 PARTS: tuple[str, ...] = ("saves", "hostile", "peers", "numbers", "kills", "slurm", "elastic")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -32,7 +33,7 @@ def main() -> int:
     parser.add_argument(
         "--break", dest="broken", action="store_true", help="switch off what protects, to see the bars fail"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")

@@ -61,7 +61,7 @@ def rows(pool: RankPool, folder: Path, trials: int, broken: bool) -> Iterator[Ro
         DEAD_BAR_S,
         "Gloo: 33 ms until the others see an error; no report (measured on this engine)",
     )
-    sequences = {shape: pool.run(rehearse, 4, str(file), shape) for shape in GRIDS[: max(1, trials)]}
+    sequences = {shape: pool.run(rehearse, 4, str(file), shape) for shape in GRIDS[:trials]}
     hung = [trial(pool, file, folder / f"hung-{n}", "stop", n, sequences, broken) for n in range(trials)]
     yield time_row(
         f"a rank hangs, {trials} times on 4 ranks, time-out {TIMEOUT_S:g} s: all others are out",
@@ -97,6 +97,14 @@ class Trial:
     wrong: str = ""  # of the report
 
 
+def drawn(action: Any, number: int) -> tuple[Shape, Fault]:
+    choose = random.Random(f"{action} {number}")
+    at: Any = choose.choice(STOPS)
+    nth = choose.randint(1, 12) if at in ("forward", "collective") else 1
+    fault = Fault(action, at, choose.randrange(4), choose.randint(3, 6), nth=nth)
+    return GRIDS[number % len(GRIDS)], fault
+
+
 def trial(
     pool: RankPool,
     file: Path,
@@ -104,19 +112,24 @@ def trial(
     action: Any,
     number: int,
     sequences: dict[Shape, list[Any]],
-    broken: bool,
+    broken: bool = False,
 ) -> Trial:
-    choose = random.Random(f"{action} {number}")
-    shape = GRIDS[number % len(GRIDS)]
-    at: Any = choose.choice(STOPS)
-    nth = choose.randint(1, 12) if at in ("forward", "collective") else 1
-    fault = Fault(action, at, choose.randrange(4), choose.randint(3, 6), nth=nth)
+    shape, fault = drawn(action, number)
     folder.mkdir()
     others = [rank for rank in range(4) if rank != fault.rank]
     with ThreadPoolExecutor() as beside:
         ends = beside.submit(wait_for_ends, folder, others)
         with suppress(RankError):
-            pool.run(train_until_lost, 4, str(file), shape, fault, str(folder), broken, timeout_s=120)
+            pool.run(
+                train_until_lost,
+                4,
+                str(file),
+                shape,
+                fault,
+                str(folder),
+                broken,
+                timeout_s=30 if broken else 120,
+            )
     noted = list((folder / "spent").glob("*"))
     if not noted:
         return Trial(math.inf, f"{fault} did not happen")

@@ -265,7 +265,7 @@ class Collectives:
         return flight
 
     def _tell_started(self, flight: Flight | None, work: dist.Work | None, *tensors: Tensor) -> None:
-        if flight is not None:
+        if flight is not None and self.observers:
             flight.work = work
             for observer in self.observers:
                 observer.started(flight, *tensors)
@@ -314,6 +314,10 @@ class Collectives:
                     self._read_times(_UNREAD // 2)
             if flight is not None:
                 flight.waits_ns.append((start_ns, end_ns))
+                if (
+                    self._clock.immediate
+                ):  # it is done, and its tensors are not to live as long as the flight is kept
+                    flight.work = None
                 for observer in self.observers:
                     observer.waited(flight)
             if finish is not None:
