@@ -140,6 +140,8 @@ def _check_torchrun(arguments: list[str]) -> None:
 def _check_module(name: str, arguments: list[str]) -> None:
     if name == "fourfold":
         _check_fourfold(arguments)
+    elif name == "fourfold.launch.agent" and arguments:  # its options are torchrun's
+        _check_torchrun(arguments)
     elif name.startswith(("benchmarks.", "fourfold.")) and find_spec(name):
         module = import_module(name)
         main = (module if hasattr(module, "main") else import_module(f"{name}.__main__")).main

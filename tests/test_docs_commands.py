@@ -42,7 +42,7 @@ EXAMPLES = {
     "examples/own_model.py": "tests/test_docs.py::test_the_example_of_an_own_model_trains_like_plain_pytorch",
 }
 # These start ranks on several machines, or on more of this one's than a test should: their words are parsed.
-CLUSTER = ("torchrun", "srun", "fourfold launch", "python -m benchmarks.")
+CLUSTER = ("torchrun", "srun", "fourfold launch", "python -m benchmarks.", "python -m fourfold.launch.agent")
 # These are the cluster's own, and only it can parse them.
 OF_CLUSTERS = ("kubectl", "sbatch", "scancel", "squeue", "torchft_lighthouse")
 LANGUAGES = ("bash", "python", "toml", "text", "json", "yaml", "")

@@ -12,7 +12,13 @@ from fourfold.train.config import RunConfig
 from tests.documented import PAGES, check, is_name_of_a_command, options_of_all, spans
 
 # Options that pages name, of programs that are none of ours.
-OF_OTHERS = {"--requeue": "sbatch", "--heartbeat_timeout_ms": "torchft_lighthouse"}
+OF_OTHERS = {
+    "--requeue": "sbatch",
+    "--heartbeat_timeout_ms": "torchft_lighthouse",
+    "--numa-binding": "torchrun",
+    "--rdzv-endpoint": "torchrun",
+    "--rdzv-conf": "torchrun",
+}
 
 
 def wrong_with(span: str, options: set[str]) -> str | None:

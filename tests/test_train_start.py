@@ -66,6 +66,13 @@ def test_ranks_are_those_of_the_grid_or_asked_for(values: dict[str, Any]) -> Non
     assert local_ranks(automatic, 4) == 4
 
 
+def test_one_rank_is_started_again_by_nobody(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml(values))
+    assert main(["train", str(file), "--max-restarts", "2"]) == 2
+    assert "--max-restarts 2 has no effect on a grid of one rank" in capsys.readouterr().err
+
+
 def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
     run = from_dict(values | {"grid": {"auto": True, "cluster": "dgx-h100"}})
     chosen = choose_layout(run, 8, simulate=0, quiet=True)

@@ -51,6 +51,7 @@ def rows(name: str, folder: Path, hosts: int, steps: int) -> Iterator[Row]:
     with cluster.Cluster(hosts=hosts, mbit=None) as network:
         disturbed = Run(folder / "disturbed", network, FOREVER)
         disturbed.trains(steps, hosts)
+        attempt = disturbed.steps()[-1]["attempt"]  # before it, hosts may have begun before all were there
         network.cut(hosts - 1)
         cut_s = time.time()
         disturbed.trains(steps, hosts - 1)
@@ -58,9 +59,9 @@ def rows(name: str, folder: Path, hosts: int, steps: int) -> Iterator[Row]:
         mended_s = time.time()
         disturbed.trains(steps, hosts)
         codes = disturbed.stop()
-    lines = disturbed.steps()
+    lines = [line for line in disturbed.steps() if line["attempt"] >= attempt]
     last = lines[-1]["step"]
-    grids = disturbed.grids()
+    grids = disturbed.grids(attempt)
     yield Row(
         f"{name}: the run goes on with {hosts - 1} on another layout, and then with {hosts}",
         " -> ".join(grids) + f"; agents end with {codes}",
@@ -135,7 +136,7 @@ class Run:
         ]
         command += [f"--rdzv-endpoint={address(0)}:{PORT}", f"--local-addr={address(host)}"]
         command += [
-            f"--rdzv-conf=is_host={int(host == 0)},last_call_timeout=3,read_timeout=10,keep_alive_interval=2"
+            f"--rdzv-conf=is_host={int(host == 0)},last_call_timeout=3,read_timeout=10,keep_alive_interval=3"
         ]
         command += ["-m", "benchmarks.faults.elastic", str(file)]
         return self._network.start(host, ["sh", "-c", 'exec "$@" 2>&1', "sh", *command], self._log)
@@ -163,11 +164,11 @@ class Run:
         """Of rank 0, in the order they were done."""
         return [line for line in traced_run.traces(self._logs).get(0, []) if "step" in line]
 
-    def grids(self) -> list[str]:
-        """One after the other, each time that there was another."""
+    def grids(self, attempt: int) -> list[str]:
+        """One after the other since an attempt, each time that there was another."""
         found: list[str] = []
         for line in traced_run.traces(self._logs).get(0, []):
-            if "grid" in line and line["grid"] != (found or [""])[-1]:
+            if "grid" in line and line["attempt"] >= attempt and line["grid"] != (found or [""])[-1]:
                 found.append(line["grid"])
         return found
 

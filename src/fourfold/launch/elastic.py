@@ -98,11 +98,17 @@ class FreshStores(RendezvousHandler):
         while not self.stays_open:
             with self._lock:
                 try:
-                    self._waiting = self._meeting.num_nodes_waiting()
+                    self._waiting = self._meeting.num_nodes_waiting() + self._is_forgotten()
                 except RendezvousConnectionError:
                     # The first host has ended, or is cut off. What that means for the ranks here, they know best.
                     self._waiting = 0
             time.sleep(LOOK_S)
+
+    def _is_forgotten(self) -> bool:
+        """A host whose signs of life came too late is struck off, and not told: newcomers would wait for others for ever."""
+        # No public name for either (seen in torch 2.13.0).
+        holder = getattr(self._meeting, "_state_holder", None)
+        return holder is not None and self._meeting._this_node not in holder.state.participants  # type: ignore[attr-defined]
 
     def get_backend(self) -> str:
         return str(self._meeting.get_backend())

@@ -120,8 +120,8 @@ class WarmRank:
 def _rank(command: list[str], env: dict[str, str], stdout: str, stderr: str) -> None:
     """The fork: as if it were `python -u -m command`."""
     os.setsid()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _end_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     gc.freeze()  # leaves the pages shared with the server untouched
     os.environ.clear()
     os.environ.update(env)
