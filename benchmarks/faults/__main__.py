@@ -26,6 +26,7 @@ PARTS: tuple[str, ...] = (
     "hostile",
     "peers",
     "numbers",
+    "exercises",
     "kills",
     "torchft_replicas",
     "slurm",
