@@ -166,7 +166,9 @@ class Agent(LocalElasticAgent):
         if result.state is WorkerState.FAILED and result.failures:
             # The first to end says why; it is for its sake that the others were stopped.
             first = min(result.failures.values(), key=lambda failure: failure.timestamp)
-            if has_saved(first.exitcode) and self._is_elastic and not self.is_asked_to_end:
+            if self.is_asked_to_end:
+                self._remaining_restarts = 0
+            elif has_saved(first.exitcode) and self._is_elastic:
                 self._remaining_restarts += 1  # other hosts come or go; it is no failure
             elif has_saved(first.exitcode) or first.exitcode == REFUSED:
                 self._remaining_restarts = 0
