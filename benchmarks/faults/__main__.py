@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from benchmarks.faults.row import Part, Row
 
 # In the order of what they need: files alone, then ranks, then clusters.
-PARTS: tuple[str, ...] = ("saves", "hostile", "peers", "numbers", "kills", "slurm", "elastic")
+PARTS: tuple[str, ...] = ("saves", "hostile", "peers", "numbers", "exercises", "kills", "slurm", "elastic")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
