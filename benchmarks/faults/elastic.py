@@ -86,14 +86,14 @@ def rows(name: str, folder: Path, hosts: int, steps: int) -> Iterator[Row]:
     )
     with cluster.Cluster(hosts=hosts, mbit=None) as network:
         undisturbed = Run(folder / "undisturbed", network, last)
-        undisturbed.end()
+        codes = undisturbed.end()
     mine, theirs = disturbed.losses(), undisturbed.losses()
     worst = max((abs(mine[s] - theirs[s]) / theirs[s] for s in theirs if s in mine), default=1.0)
     yield Row(
         f"{name}: the loss, against the undisturbed run's",
         f"at most {worst:.2%} apart over {len(theirs)} steps",
         f"<= {LOSS_BAR:.0%}",
-        mine.keys() == theirs.keys() and worst <= LOSS_BAR,
+        mine.keys() == theirs.keys() and worst <= LOSS_BAR and not any(codes),
     )
 
 

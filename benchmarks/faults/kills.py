@@ -148,14 +148,19 @@ def read_outcome(logs: Path, outcome: Outcome) -> None:
             outcome.during_save.append(done - min(unfinished) if unfinished else 0)
 
 
-def train(folder: Path, shape: tuple[int, ...], steps: int, seed: int, kills: int) -> int:
-    """4 ranks under the agent; what they end with."""
-    file = traced_run.write(
+def write(folder: Path, shape: tuple[int, ...], steps: int) -> Path:
+    """The run's file."""
+    return traced_run.write(
         folder,
         grid=dict(zip(("data", "z", "y", "x"), shape, strict=True)),
         schedule={"steps": steps},
         checkpoints={"every_steps": EVERY},
     )
+
+
+def train(folder: Path, shape: tuple[int, ...], steps: int, seed: int, kills: int) -> int:
+    """4 ranks under the agent; what they end with."""
+    file = write(folder, shape, steps)
     command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", f"--nproc-per-node={RANKS}"]
     command += [
         f"--max-restarts={3 * kills}",

@@ -45,22 +45,25 @@ class FreshStores(RendezvousHandler):
     The agent of the first host holds it, so that it outlives its ranks, rank 0 among them.
     """
 
-    def __init__(self, meeting: RendezvousHandler, address: str | None) -> None:
-        self._meeting, self._address = meeting, address
+    def __init__(self, meeting: RendezvousHandler, address: str | None, *, is_elastic: bool) -> None:
+        self._meeting, self._address, self._is_elastic = meeting, address, is_elastic
         self._is_static = meeting.get_backend() == "static"
         self._server: TCPStore | None = None
         self._attempt = 0
         self._waiting = 0
         self._lock = threading.Lock()  # the meeting is for one at a time
         self._looks: threading.Thread | None = None
+        self._ends = threading.Event()
         self.stays_open = False
 
     def next_rendezvous(self) -> RendezvousInfo:
         try:
             if not self._lock.acquire(timeout=ANSWER_S):
                 # The one who looks is still at it. Its sign of life must not go on for a host that has given up.
-                stop = getattr(self._meeting, "_stop_heartbeats", lambda: None)
-                threading.Thread(target=stop, daemon=True).start()
+                meeting: Any = self._meeting
+                threading.Thread(
+                    target=meeting._stop_heartbeats, daemon=True
+                ).start()  # no public name, either
                 raise RendezvousConnectionError(f"the meeting has not answered for {ANSWER_S:g} s")
             try:
                 info = self._meeting.next_rendezvous()
@@ -68,8 +71,9 @@ class FreshStores(RendezvousHandler):
                 self._lock.release()
         except RendezvousError:
             self.stays_open = True  # for the others, who may be well
+            self._ends.set()
             raise
-        if self._looks is None and not self._is_static:
+        if self._looks is None and self._is_elastic:
             self._looks = threading.Thread(target=self._look, name="newcomers", daemon=True)
             self._looks.start()
         self._waiting = 0
@@ -95,20 +99,19 @@ class FreshStores(RendezvousHandler):
         return self._waiting
 
     def _look(self) -> None:
-        while not self.stays_open:
+        while not self._ends.wait(LOOK_S):
             with self._lock:
                 try:
                     self._waiting = self._meeting.num_nodes_waiting() + self._is_forgotten()
                 except RendezvousConnectionError:
                     # The first host has ended, or is cut off. What that means for the ranks here, they know best.
                     self._waiting = 0
-            time.sleep(LOOK_S)
 
     def _is_forgotten(self) -> bool:
         """A host whose signs of life came too late is struck off, and not told: newcomers would wait for others for ever."""
         # No public name for either (seen in torch 2.13.0).
-        holder = getattr(self._meeting, "_state_holder", None)
-        return holder is not None and self._meeting._this_node not in holder.state.participants  # type: ignore[attr-defined]
+        meeting: Any = self._meeting
+        return meeting._this_node not in meeting._state_holder.state.participants
 
     def get_backend(self) -> str:
         return str(self._meeting.get_backend())
@@ -123,6 +126,9 @@ class FreshStores(RendezvousHandler):
         self._meeting.set_closed()
 
     def shutdown(self) -> bool:
+        self._ends.set()
+        if self._looks is not None:
+            self._looks.join(1.0)  # whoever is still in the store when Python ends would abort
         # It would be closed for all, and for good.
         return True if self.stays_open else bool(self._meeting.shutdown())
 
@@ -140,7 +146,7 @@ class Agent(LocalElasticAgent):
         self._is_elastic = settings is not None and settings.min_nodes < settings.max_nodes
         is_alone = settings is not None and settings.max_nodes == 1
         address = "localhost" if is_alone else spec.master_addr or spec.local_addr
-        spec.rdzv_handler = self._stores = FreshStores(meeting, address)
+        spec.rdzv_handler = self._stores = FreshStores(meeting, address, is_elastic=self._is_elastic)
         spec.master_addr = spec.master_port = None  # ranks take what the meeting says
         super().__init__(spec, *args, **options)
         Agent.current = self
@@ -160,7 +166,9 @@ class Agent(LocalElasticAgent):
         if result.state is WorkerState.FAILED and result.failures:
             # The first to end says why; it is for its sake that the others were stopped.
             first = min(result.failures.values(), key=lambda failure: failure.timestamp)
-            if has_saved(first.exitcode) and self._is_elastic and not self.is_asked_to_end:
+            if self.is_asked_to_end:
+                self._remaining_restarts = 0
+            elif has_saved(first.exitcode) and self._is_elastic:
                 self._remaining_restarts += 1  # other hosts come or go; it is no failure
             elif has_saved(first.exitcode) or first.exitcode == REFUSED:
                 self._remaining_restarts = 0
