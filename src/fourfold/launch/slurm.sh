@@ -6,12 +6,13 @@ trap 'warned=yes' USR1
 ended=no
 trap 'ended=yes' TERM
 
-# -- where the agents meet: on the first host, at the address by which Slurm reaches it, on a port of this job
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(scontrol --oneliner show node "$first" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
-export address=${address:-$first} port=$((20000 + SLURM_JOB_ID % 10000))
 # A requeued job keeps its number; agents of an earlier start are not to meet those of this one.
 start=${SLURM_RESTART_COUNT:-0}
+
+# -- where the agents meet: on the first host, at the address by which Slurm reaches it, on a port of this job and start
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol --oneliner show node "$first" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
+export address=${address:-$first} port=$((20000 + (SLURM_JOB_ID + 1009 * start) % 10000))
 export meeting=$SLURM_JOB_ID.$start
 echo "job $SLURM_JOB_ID, start $start, $(date '+%F %T'): $nodes nodes of $ranks_per_node ranks meet at $address:$port"
 
