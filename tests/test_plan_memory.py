@@ -89,6 +89,7 @@ def test_the_closed_form_is_the_dry_run(model, layout):
 def test_a_deep_model_is_no_further_off():
     config = LlamaConfig(**{**MODELS["llama"].to_dict(), "num_hidden_layers": 24})
     layout = Layout(1, 8, 1, 2, 1, "full")
-    done = dryrun(config, layout.grid, sequences=32, length=LENGTH, activation_checkpointing="full")
+    options = {"activation_checkpointing": "full", "activations": "replicated"}
+    done = dryrun(config, layout.grid, sequences=32, length=LENGTH, **options)
     closed = memory(from_config(config.to_dict()), layout, SEQUENCES * LENGTH)
     assert closed.total_bytes == pytest.approx(done.peak.bytes, rel=BAR), closed

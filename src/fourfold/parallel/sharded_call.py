@@ -41,8 +41,8 @@ class Call:
     transposed: bool
     # (sequences, length), the shape of all tokens.
     batch: tuple[int, ...]
-    # Does attention read what leaves, and are a rank's tokens whole samples?
-    by_samples: bool
+    # How the model's code is to see the tokens that leave, where it reads their shape.
+    seen_as: tuple[int, int] | None
     flight: InFlight = field(default_factory=InFlight)
     # Gradients of the members' outputs that wait for those of the others; and those on their way from the other ranks.
     waiting: dict[int, Tensor] = field(default_factory=dict)

@@ -64,9 +64,8 @@ class _ShardedLinear(torch.autograd.Function):
                         multiply(whole[i][rows], piece.t(), out, first=i == 0)
                 call.flight.outputs.append(call.reduce(chunk.own, chunk.parts, group.in_axis, leave))
             for member, own_output in zip(members, kept, strict=True):
-                leading = (*[1] * (input.ndim - 2), len(own_output)) if leave == "tokens" else call.batch
-                if leave == "tokens" and call.by_samples:
-                    leading = (len(own_output) // call.batch[1], call.batch[1])
+                flat = (*[1] * (input.ndim - 2), len(own_output))
+                leading = call.batch if leave != "tokens" else call.seen_as or flat
                 # `.data`: the collective writes into this memory after autograd has taken over the output.
                 outputs[member] = own_output.view(*leading, own_output.shape[1]).data
         ctx.call, ctx.input_shape = call, input.shape
@@ -150,8 +149,7 @@ def sharded_linear(group: SiblingGroup, input: Tensor, members: Sequence[Linear4
     ends = list(itertools.accumulate(len(w) for w in weights))
     spans = [slice(end - len(w), end) for end, w in zip(ends, weights, strict=True)]
     leaves = [c.leave for c in cuts]
-    by_samples = cuts[0].by_samples and group.in_axis == "y"
-    call = Call(group, enter, leaves, spans, members[0].transposed, tokens.shape, by_samples)
+    call = Call(group, enter, leaves, spans, members[0].transposed, tokens.shape, _seen_as(group, members[0]))
     collectives = group.grid.collectives
     if group.grid.size(group.out_axis) > 1:
         input = await_gradient(input, call.flight, collectives)
@@ -171,6 +169,15 @@ def sharded_linear(group: SiblingGroup, input: Tensor, members: Sequence[Linear4
         cast(Tensor, _GradientLeaves.apply(output, call, member))  # type: ignore[no-untyped-call]
         for member, output in enumerate(outputs)
     )
+
+
+def _seen_as(group: SiblingGroup, member: Linear4D) -> tuple[int, int] | None:
+    """(sequences, length), where a rank's tokens are whole samples and the model's code reads that: attention, and the loss."""
+    assert group.tokens is not None
+    sequences, length = group.tokens.shape
+    if member.cuts_now().by_samples and group.in_axis == "y":
+        return sequences // group.grid.y, length
+    return (sequences, length) if member.is_head and group.grid.size(group.in_axis) == 1 else None
 
 
 def _checked(group: SiblingGroup, input: Tensor, enter: Cut, name: str) -> Tensor:
@@ -207,6 +214,4 @@ def own_columns(member: Linear4D, cuts: Cuts, output: Tensor) -> Tensor:
     if cuts.used_columns is not None:
         output = sum_backward(output, group.grid.collectives, group.in_axis, "shared", member.name)
         return output[..., cuts.used_columns]
-    if member.is_head and group.grid.size(group.in_axis) == 1:
-        return output.view(*group.tokens.shape, output.shape[-1])
     return output
