@@ -235,7 +235,7 @@ def test_traces_of_chosen_steps(pool: RankPool, values: dict[str, Any], tmp_path
     assert sorted(path.name for path in traces.iterdir()) == names
     for name in names:
         events = json.loads((traces / name).read_text())["traceEvents"]
-        assert "x all_reduce model.layers.1.self_attn.q_proj+k_proj+v_proj" in {e.get("name") for e in events}
+        assert "x all_gather model.layers.1.self_attn.q_proj+k_proj+v_proj" in {e.get("name") for e in events}
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------
