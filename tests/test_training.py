@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold import Grid, RankPool
-from fourfold.parallel.weights import local_weight
+from fourfold.parallel.weights import evaluating, local_weight
 from tests.models import (
     assert_shards_close,
     batch,
@@ -60,7 +60,6 @@ def bf16_step(shape: Shape, kind: str, watched: str, weights: Any) -> dict[str, 
         first = next(n for n, _ in module.named_parameters() if n.startswith("weight"))
         seen.update(weight=local_weight(module, first).dtype, input=args[0].dtype, output=output.dtype)
 
-    model.get_submodule(watched).register_forward_hook(look)
     optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-3, foreach=True)
     rows = grid.local_rows(len(ids))
     # The first step shows in which order weights are used.
@@ -70,6 +69,9 @@ def bf16_step(shape: Shape, kind: str, watched: str, weights: Any) -> dict[str, 
         loss = model(input_ids=ids[rows], labels=labels[rows]).loss
         loss.backward()
     ours = local_gradients(model)
+    # Last: who looks at a weight gathers it.
+    with evaluating(model), model.get_submodule(watched).register_forward_hook(look):
+        model(input_ids=ids[rows])
     wide_model = build(kind)
     ff.parallelize(wide_model, grid, precision="fp32", weights=weights, overlap=OVERLAP)
     wide_model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
