@@ -11,12 +11,30 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fourfold.planner.cluster import Device, Slowdown
+from fourfold.planner.collective_cost import Kind
 from fourfold.planner.compute_cost import Kernels, attention_core_s, matmul_s, memory_s
 from fourfold.planner.elementwise_cost import block_bytes, ends_bytes
 from fourfold.planner.layout import Schedule
 from fourfold.planner.workload import Workload
 
-AllReduce = Callable[[str, float], float]  # (axis, payload bytes) -> seconds
+Send = Callable[[Kind, str, float], float]  # (kind, axis, payload bytes) -> seconds
+
+
+class Given(NamedTuple):
+    """What every part of a step is timed for."""
+
+    tokens: float
+    y: int
+    x: int
+    device: Device
+    kernels: Kernels
+    schedule: Schedule
+    slowdown: Slowdown
+    send: Send
+    keep_inputs: bool = True  # or gather them again in backward, where activations are token-sharded
+
+    def all_reduce(self, axis: str, payload_bytes: float) -> float:
+        return self.send("all_reduce", axis, payload_bytes)
 
 
 class Pass(NamedTuple):
@@ -44,6 +62,9 @@ class Linears(NamedTuple):
     out_axis: str
 
 
+Linked = tuple[float, dict[str, float], dict[str, float]]  # (matmul, link by axis, exposed by axis) seconds
+
+
 def together_s(compute_s: float, communication_s: float, slowdown: Slowdown) -> float:
     """Both at once, each the slower for it, until the shorter is done (Galvatron's two coefficients)."""
     slow_compute_s = slowdown.compute * compute_s
@@ -64,75 +85,50 @@ def groups_of(workload: Workload, y: int, x: int) -> list[Linears]:
     ]
 
 
-def forward_linears(
-    groups: list[Linears],
-    tokens: float,
-    device: Device,
-    kernels: Kernels,
-    schedule: Schedule,
-    slowdown: Slowdown,
-    all_reduce: AllReduce,
-) -> tuple[float, dict[str, float], dict[str, float]]:
-    """(matmul, link by axis, exposed by axis) seconds."""
+def _forward(groups: list[Linears], given: Given) -> Linked:
+    g, schedule = given, given.schedule
     matmul, link, exposed = 0.0, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0}
     for group in groups:
-        own = sum(matmul_s(1, tokens, n, group.inputs, device, kernels.matmul_share) for n in group.outputs)
+        own = sum(
+            matmul_s(1, g.tokens, n, group.inputs, g.device, g.kernels.matmul_share) for n in group.outputs
+        )
         matmul += own
-        payload_bytes = schedule.weight_bytes * tokens * sum(group.outputs)
-        whole_s = all_reduce(group.in_axis, payload_bytes)
+        payload_bytes = schedule.weight_bytes * g.tokens * sum(group.outputs)
+        whole_s = g.all_reduce(group.in_axis, payload_bytes)
         if whole_s == 0.0:
             continue
         chunks = max(1, min(schedule.forward_chunks, int(payload_bytes // schedule.chunk_bytes)))
-        part_s = all_reduce(group.in_axis, payload_bytes / chunks)
+        part_s = g.all_reduce(group.in_axis, payload_bytes / chunks)
         link[group.in_axis] += chunks * part_s
         # The first part is multiplied alone, the last is sent alone; between, each behind the next's matmul.
-        between_s = (chunks - 1) * together_s(own / chunks, part_s, slowdown)
+        between_s = (chunks - 1) * together_s(own / chunks, part_s, g.slowdown)
         exposed[group.in_axis] += max(0.0, own / chunks + between_s + part_s - own)
     return matmul, link, exposed
 
 
-def backward_linears(
-    groups: list[Linears],
-    tokens: float,
-    device: Device,
-    kernels: Kernels,
-    schedule: Schedule,
-    slowdown: Slowdown,
-    all_reduce: AllReduce,
-) -> tuple[float, dict[str, float], dict[str, float]]:
+def _backward(groups: list[Linears], given: Given) -> Linked:
+    g = given
     matmul, link, exposed = 0.0, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0}
-    share = kernels.matmul_share
+    share = g.kernels.matmul_share
     for group in groups:
-        input_s = sum(matmul_s(1, tokens, group.inputs, n, device, share) for n in group.outputs)
-        weight_s = sum(matmul_s(1, n, group.inputs, tokens, device, share) for n in group.outputs)
+        input_s = sum(matmul_s(1, g.tokens, group.inputs, n, g.device, share) for n in group.outputs)
+        weight_s = sum(matmul_s(1, n, group.inputs, g.tokens, g.device, share) for n in group.outputs)
         matmul += input_s + weight_s
-        sent_s = all_reduce(group.out_axis, schedule.weight_bytes * tokens * group.inputs)
+        sent_s = g.all_reduce(group.out_axis, g.schedule.weight_bytes * g.tokens * group.inputs)
         link[group.out_axis] += sent_s
-        if schedule.hides_backward:
-            exposed[group.out_axis] += together_s(weight_s, sent_s, slowdown) - weight_s
+        if g.schedule.hides_backward:
+            exposed[group.out_axis] += together_s(weight_s, sent_s, g.slowdown) - weight_s
         else:
             exposed[group.out_axis] += sent_s
     return matmul, link, exposed
 
 
-def block_passes(
-    workload: Workload,
-    tokens: float,
-    length: int,
-    y: int,
-    x: int,
-    device: Device,
-    kernels: Kernels,
-    schedule: Schedule,
-    slowdown: Slowdown,
-    all_reduce: AllReduce,
-) -> tuple[Pass, Pass]:
+def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, Pass]:
     """A block's forward and backward; a recomputed forward is another forward."""
-    w = workload
+    w, (tokens, y, x, device, kernels, schedule, slowdown, _, _) = workload, given
     groups = groups_of(w, y, x)
-    given = (tokens, device, kernels, schedule, slowdown, all_reduce)
-    matmul_f, link_f, exposed_f = forward_linears(groups, *given)
-    matmul_b, link_b, exposed_b = backward_linears(groups, *given)
+    matmul_f, link_f, exposed_f = _forward(groups, given)
+    matmul_b, link_b, exposed_b = _backward(groups, given)
     q = w.q_features / x
     core_f, core_b = attention_core_s(
         tokens, length, q, w.heads / x, device, kernels, fused=schedule.attention == "flash"
@@ -142,10 +138,10 @@ def block_passes(
     if schedule.interleaves:
         exposed_f = in_turns(matmul_f + core_f + elementwise_f, link_f, exposed_f, slowdown)
         exposed_b = in_turns(matmul_b + core_b + elementwise_b, link_b, exposed_b, slowdown)
-    statistics_s = 2 * all_reduce("y", 4 * tokens)  # two norms; nothing hides them
+    statistics_s = 2 * given.all_reduce("y", 4 * tokens)  # two norms; nothing hides them
     if x > w.kv_heads:
         # Every x rank holds all key/value rows and has the gradient of its own: k's and v's are summed over x.
-        replica_s = 2 * all_reduce("x", schedule.gradient_bytes * w.hidden * w.kv_features / y)
+        replica_s = 2 * given.all_reduce("x", schedule.gradient_bytes * w.hidden * w.kv_features / y)
         link_b["x"] += replica_s
         exposed_b["x"] += replica_s
     forward = floored(
@@ -190,34 +186,34 @@ def floored(
     )
 
 
-def ends_pass(
-    workload: Workload,
-    tokens: float,
-    y: int,
-    x: int,
-    device: Device,
-    kernels: Kernels,
-    schedule: Schedule,
-    slowdown: Slowdown,
-    all_reduce: AllReduce,
-) -> Pass:
+def ends_pass(workload: Workload, given: Given) -> Pass:
     """Embedding, head and loss, forward and backward together."""
-    w = workload
-    columns = -(-w.vocabulary // x)
-    head = [Linears(w.hidden / y, (columns,), "y", "x")]
-    given = (tokens, device, kernels, schedule, slowdown, all_reduce)
-    matmul_f, link_f, exposed_f = forward_linears(head, *given)
-    matmul_b, link_b, exposed_b = backward_linears(head, *given)
-    moved_bytes = tokens * ends_bytes(w, y, columns, schedule.elementwise)
+    w, g = workload, given
+    columns = columns_of(w, g.x)
+    head = [Linears(w.hidden / g.y, (columns,), "y", "x")]
+    moved_bytes = g.tokens * ends_bytes(w, g.y, columns, g.schedule.elementwise)
     # The lookup in a vocabulary that is cut over x is a sum; then the loss's maximum and its two sums.
-    alone_s = all_reduce("x", schedule.weight_bytes * tokens * w.hidden / y)
-    alone_s += all_reduce("x", 4 * tokens) + all_reduce("x", 8 * tokens)
+    alone_s = g.all_reduce("x", g.schedule.weight_bytes * g.tokens * w.hidden / g.y)
+    alone_s += g.all_reduce("x", 4 * g.tokens) + g.all_reduce("x", 8 * g.tokens)
+    return ends(
+        _forward(head, g), _backward(head, g), memory_s(moved_bytes, g.device), {"x": alone_s, "y": 0.0}
+    )
+
+
+def columns_of(workload: Workload, x: int) -> int:
+    """Of the head, on each x rank."""
+    return -(-workload.vocabulary // x)
+
+
+def ends(forward: Linked, backward: Linked, elementwise_s: float, alone_s: dict[str, float]) -> Pass:
+    """The head's two ways together, with what is sent ``alone`` on each axis: nothing hides it."""
+    (matmul_f, link_f, exposed_f), (matmul_b, link_b, exposed_b) = forward, backward
     return Pass(
         matmul_f + matmul_b,
         0.0,
-        memory_s(moved_bytes, device),
-        link_f["x"] + link_b["x"] + alone_s,
-        link_f["y"] + link_b["y"],
-        exposed_f["x"] + exposed_b["x"] + alone_s,
-        exposed_f["y"] + exposed_b["y"],
+        elementwise_s,
+        link_f["x"] + link_b["x"] + alone_s["x"],
+        link_f["y"] + link_b["y"] + alone_s["y"],
+        exposed_f["x"] + exposed_b["x"] + alone_s["x"],
+        exposed_f["y"] + exposed_b["y"] + alone_s["y"],
     )

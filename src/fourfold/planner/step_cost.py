@@ -12,10 +12,9 @@ prediction.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
-from fourfold.planner.block_cost import Pass, block_passes, ends_pass, together_s
+from fourfold.planner.block_cost import Given, Pass, block_passes, ends_pass, together_s
 from fourfold.planner.cluster import Cluster, Device
 from fourfold.planner.collective_cost import Kind, collective_s
 from fourfold.planner.compute_cost import Kernels, memory_s
@@ -85,17 +84,12 @@ class Prices:
                 ranks, inner = (x, 1) if axis == "x" else (y, x)
                 return self.collective_s(kind, payload_bytes, ranks, inner)
 
-            of_block = (self.workload, tokens, self.length, y, x)
-            of_ends = (self.workload, tokens, y, x)
-            given = (self.cluster.device, self.kernels, self.schedule, self.cluster.slowdown)
-            if activations == "token-sharded":
-                block = token_block_passes(*of_block, *given, send, keep_inputs=keep_inputs)
-                ends = token_ends_pass(*of_ends, *given, send, keep_inputs=keep_inputs)
-            else:
-                all_reduce = partial(send, "all_reduce")
-                block = block_passes(*of_block, *given, all_reduce)
-                ends = ends_pass(*of_ends, *given, all_reduce)
-            self._passes[key] = (*block, ends)
+            by_tokens = activations == "token-sharded"
+            block, ends = (token_block_passes, token_ends_pass) if by_tokens else (block_passes, ends_pass)
+            timing = (self.cluster.device, self.kernels, self.schedule, self.cluster.slowdown)
+            given = Given(tokens, y, x, *timing, send, keep_inputs)
+            forward, backward = block(self.workload, self.length, given)
+            self._passes[key] = (forward, backward, ends(self.workload, given))
         return self._passes[key]
 
     def shard(self, y: int, x: int) -> Shard:

@@ -8,18 +8,14 @@ functions and attention's core are done once: on 1/(x*y) of the tokens, or of th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from fourfold.planner.block_cost import Pass, floored, in_turns, together_s
-from fourfold.planner.cluster import Device, Slowdown
+from fourfold.planner.block_cost import Given, Linked, Pass, columns_of, ends, floored, in_turns, together_s
 from fourfold.planner.collective_cost import Kind
-from fourfold.planner.compute_cost import Kernels, attention_core_s, matmul_s, memory_s
+from fourfold.planner.compute_cost import attention_core_s, matmul_s, memory_s
 from fourfold.planner.elementwise_cost import block_bytes, ends_bytes
-from fourfold.planner.layout import Schedule
 from fourfold.planner.workload import Workload
 
-Send = Callable[[Kind, str, float], float]  # (kind, axis, payload bytes) -> seconds
 Cut = Literal["tokens", "features", "whole"]  # `parallel/tokens.py`
 
 
@@ -32,17 +28,6 @@ class Linears(NamedTuple):
     out_axis: str
     enter: Cut = "tokens"
     leaves: tuple[Cut, ...] = ("tokens",)
-
-
-class _Given(NamedTuple):
-    tokens: float
-    ranks: dict[str, int]  # by axis
-    device: Device
-    kernels: Kernels
-    schedule: Schedule
-    slowdown: Slowdown
-    send: Send
-    keep_inputs: bool
 
 
 def groups_of(workload: Workload, y: int, x: int, samples: float) -> list[Linears]:
@@ -67,8 +52,7 @@ def head_cuts(workload: Workload, y: int, x: int, samples: float) -> tuple[Cut, 
     return "features", "features" if workload.kv_heads % (y * x) == 0 else "whole"
 
 
-def _forward(groups: list[Linears], given: _Given) -> tuple[float, dict[str, float], dict[str, float]]:
-    """(matmul, link by axis, exposed by axis) seconds."""
+def _forward(groups: list[Linears], given: Given) -> Linked:
     g = given
     matmul, link, exposed = 0.0, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0}
     for group in groups:
@@ -93,7 +77,7 @@ def _forward(groups: list[Linears], given: _Given) -> tuple[float, dict[str, flo
     return matmul, link, exposed
 
 
-def _backward(groups: list[Linears], given: _Given) -> tuple[float, dict[str, float], dict[str, float]]:
+def _backward(groups: list[Linears], given: Given) -> Linked:
     g = given
     matmul, link, exposed = 0.0, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0}
     for group in groups:
@@ -126,21 +110,22 @@ def _alike(group: Linears) -> list[tuple[Cut, list[float]]]:
     return list(found.items())
 
 
-def _gather_s(axis: str, cut: Cut, features: float, given: _Given) -> float:
+def _gather_s(axis: str, cut: Cut, features: float, given: Given) -> float:
     if cut == "whole":
         return 0.0
     return given.send("all_gather", axis, given.schedule.weight_bytes * given.tokens * features)
 
 
-def _reduce_s(axis: str, cut: Cut, features: float, given: _Given) -> float:
+def _reduce_s(axis: str, cut: Cut, features: float, given: Given) -> float:
     kind: Kind = "all_reduce" if cut == "whole" else "reduce_scatter"
     return given.send(kind, axis, given.schedule.weight_bytes * given.tokens * features)
 
 
-def _matmul_s(features: float, leave: Cut, group: Linears, given: _Given, which: str) -> float:
+def _matmul_s(features: float, leave: Cut, group: Linears, given: Given, which: str) -> float:
     """A member's product; what is cut by its features comes, and leaves, in a piece for each rank."""
-    pieces_in = given.ranks[group.out_axis] if group.enter == "features" else 1
-    pieces_out = given.ranks[group.in_axis] if leave == "features" else 1
+    ranks = {"y": given.y, "x": given.x}
+    pieces_in = ranks[group.out_axis] if group.enter == "features" else 1
+    pieces_out = ranks[group.in_axis] if leave == "features" else 1
     n, k, tokens = features / pieces_out, group.inputs / pieces_in, given.tokens
     sizes = {"forward": (tokens, n, k), "input": (tokens, k, n), "weight": (n, k, tokens)}[which]
     return pieces_in * pieces_out * matmul_s(1, *sizes, given.device, given.kernels.matmul_share)
@@ -167,25 +152,11 @@ def _replicas(workload: Workload, y: int, x: int, samples: float) -> list[tuple[
     return of_norms + of_rows + of_columns + of_kv_rows
 
 
-def token_block_passes(
-    workload: Workload,
-    tokens: float,
-    length: int,
-    y: int,
-    x: int,
-    device: Device,
-    kernels: Kernels,
-    schedule: Schedule,
-    slowdown: Slowdown,
-    send: Send,
-    *,
-    keep_inputs: bool,
-) -> tuple[Pass, Pass]:
-    """A block's forward and backward, of ``tokens`` that all x and y ranks share; a recomputed forward is another forward."""
-    w = workload
+def token_block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, Pass]:
+    """A block's forward and backward, of tokens that all x and y ranks share; a recomputed forward is another forward."""
+    w, (tokens, y, x, device, kernels, schedule, slowdown, send, _) = workload, given
     samples = tokens / length
     groups = groups_of(w, y, x, samples)
-    given = _Given(tokens, {"x": x, "y": y}, device, kernels, schedule, slowdown, send, keep_inputs)
     matmul_f, link_f, exposed_f = _forward(groups, given)
     matmul_b, link_b, exposed_b = _backward(groups, given)
     over_y = w.core_over_y(y, x, samples)
@@ -223,26 +194,11 @@ def token_block_passes(
     )
 
 
-def token_ends_pass(
-    workload: Workload,
-    tokens: float,
-    y: int,
-    x: int,
-    device: Device,
-    kernels: Kernels,
-    schedule: Schedule,
-    slowdown: Slowdown,
-    send: Send,
-    *,
-    keep_inputs: bool,
-) -> Pass:
+def token_ends_pass(workload: Workload, given: Given) -> Pass:
     """Embedding, head and loss, forward and backward together."""
-    w = workload
-    columns = -(-w.vocabulary // x)
+    w, (tokens, y, x, device, _, schedule, _, send, _) = workload, given
+    columns = columns_of(w, x)
     head = [Linears(w.hidden / y, (columns,), "y", "x")]
-    given = _Given(tokens, {"x": x, "y": y}, device, kernels, schedule, slowdown, send, keep_inputs)
-    matmul_f, link_f, exposed_f = _forward(head, given)
-    matmul_b, link_b, exposed_b = _backward(head, given)
     moved_bytes = tokens * ends_bytes(w, y, columns, schedule.elementwise, by_tokens_over=(y, x))
     # The lookup in a vocabulary that is cut over x is a sum, and its gradient a gather; then the loss's maximum and its two
     # sums, for this y rank's tokens.
@@ -254,12 +210,5 @@ def token_ends_pass(
     if w.positions:
         alone_s += send("all_reduce", "x", schedule.gradient_bytes * w.positions * w.hidden / y)
     statistics_s = 2 * send("all_reduce", "y", 4 * tokens / x)
-    return Pass(
-        matmul_f + matmul_b,
-        0.0,
-        memory_s(moved_bytes, device),
-        link_f["x"] + link_b["x"] + alone_s,
-        link_f["y"] + link_b["y"] + statistics_s,
-        exposed_f["x"] + exposed_b["x"] + alone_s,
-        exposed_f["y"] + exposed_b["y"] + statistics_s,
-    )
+    forward, backward = _forward(head, given), _backward(head, given)
+    return ends(forward, backward, memory_s(moved_bytes, device), {"x": alone_s, "y": statistics_s})
