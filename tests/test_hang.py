@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.faults import peers, small_run
+from benchmarks.faults import peers, traced_run
 from fourfold import RankPool
 from fourfold.grid import AXES, Axis
 from fourfold.train.hang.place import InFlight, Place
@@ -108,7 +108,7 @@ def test_a_stopped_rank_is_named_with_the_collective_that_it_did_not_come_to(
     pool: RankPool, tmp_path: Path
 ) -> None:
     """One of the trials of `benchmarks.faults`, which also holds the time to a second; here others may have the cores."""
-    file = small_run.write(tmp_path / "run")
+    file = traced_run.write(tmp_path / "run")
     number = next(n for n in itertools.count() if peers.drawn("stop", n)[1].at == "forward")
     shape, fault = peers.drawn("stop", number)
     sequences = {shape: pool.run(peers.rehearse, 4, str(file), shape)}
@@ -130,6 +130,6 @@ def test_a_stopped_rank_is_named_with_the_collective_that_it_did_not_come_to(
 
 
 def test_when_a_rank_is_killed_the_others_leave_at_once(pool: RankPool, tmp_path: Path) -> None:
-    file = small_run.write(tmp_path / "run")
+    file = traced_run.write(tmp_path / "run")
     assert peers.trial(pool, file, tmp_path / "dead", "kill", 0, {}).longest_s < peers.GIVE_UP_S
     assert "never arrived" in (tmp_path / "dead/hang/summary.txt").read_text()

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.faults import small_run
+from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
 
 GRIDS = ({"data": 2}, {"z": 2, "x": 2})
@@ -21,7 +21,7 @@ ONE = "kill:at=write,rank=1,step=4,name=rank-*.safetensors"
 def run(small: bool, broken: bool = False) -> Iterator[Row]:
     for sizes in GRIDS[: 1 if small else 2]:
         with tempfile.TemporaryDirectory() as folder:
-            file = small_run.write(Path(folder, "run"), grid=sizes)
+            file = traced_run.write(Path(folder, "run"), grid=sizes)
             command = [sys.executable, "-m", "fourfold", "drill", str(file), "--folder", f"{folder}/drill"]
             command += [f"--fault={ONE}"] if small else []
             command += ["--set", "checkpoints.resume=false"] if broken else []

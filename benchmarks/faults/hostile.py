@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.faults import small_run
+from benchmarks.faults import traced_run
 from benchmarks.faults.hostile_corpus import Corpus
 from benchmarks.faults.row import Row
 from fourfold import RankPool
@@ -43,7 +43,7 @@ def run(small: bool, broken: bool = False) -> Iterator[Row]:
 
 
 def rows(pool: RankPool, folder: Path, fuzzed: int, broken: bool) -> Iterator[Row]:
-    file = small_run.write(folder / "run")
+    file = traced_run.write(folder / "run")
     (seen,) = pool.run(read_corpus, 1, str(file), str(folder / "corpus"), fuzzed, broken, timeout_s=900)
     what = f"{seen['cases']} hostile checkpoints, weights, headers, data sets and configurations"
     first = seen["executed"][0] if seen["executed"] else ""
@@ -52,7 +52,7 @@ def rows(pool: RankPool, folder: Path, fuzzed: int, broken: bool) -> Iterator[Ro
         f"{len(seen['executed'])} {first}".strip(),
         "0",
         not seen["executed"],
-        "PyTorch 2.13's DCP runs what is planted in `.metadata` (measured on this engine)",
+        "PyTorch 2.13's DCP runs what is planted in `.metadata` (measured with torch 2.13, one machine, no Fourfold)",
     )
     yield Row(
         f"{what}: files opened outside of their folder",

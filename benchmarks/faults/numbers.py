@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.faults import small_run
+from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
 from fourfold import RankPool
 from fourfold.faults.fault import Fault
@@ -78,7 +78,7 @@ def disturbed(pool: RankPool, folder: Path, shape: Shape, action: Any, seed: int
     """In how many steps the fault was found and named; None if it never was."""
     ranks, choose = dist_size(shape), random.Random(f"{action} {seed}")
     rank, step = choose.randrange(ranks), choose.randint(AT_LEAST + 2, LONGEST - WITHIN - 2)
-    file = small_run.write(folder, sequences=SEQUENCES.get(action, 24))
+    file = traced_run.write(folder, sequences=SEQUENCES.get(action, 24))
     if action == "slow":
         usual_s = median(pool.run(usual, ranks, str(file), shape)[rank])
         faults = [Fault("slow", "step", rank, step, steps=LONGEST, seconds=round(SLOWER * usual_s, 4))]
@@ -98,7 +98,7 @@ def disturbed(pool: RankPool, folder: Path, shape: Shape, action: Any, seed: int
 
 
 def clean(pool: RankPool, folder: Path, steps: int) -> list[Line]:
-    file = small_run.write(folder, sequences=SEQUENCES["clean"])
+    file = traced_run.write(folder, sequences=SEQUENCES["clean"])
     return pool.run(train, 2, str(file), (2, 1, 1, 1), [], steps, False, timeout_s=1800)[0]
 
 

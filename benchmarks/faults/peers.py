@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.faults import small_run
+from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
 from fourfold import RankPool
 from fourfold.faults.fault import Fault
@@ -53,13 +53,13 @@ def run(small: bool, broken: bool = False) -> Iterator[Row]:
 
 
 def rows(pool: RankPool, folder: Path, trials: int, broken: bool) -> Iterator[Row]:
-    file = small_run.write(folder / "run")
+    file = traced_run.write(folder / "run")
     dead = [trial(pool, file, folder / f"dead-{n}", "kill", n, {}, broken) for n in range(trials)]
     yield time_row(
         f"a rank is killed, {trials} times on 4 ranks: all others are out",
         dead,
         DEAD_BAR_S,
-        "Gloo: 33 ms until the others see an error; no report (measured on this engine)",
+        "Gloo: 33 ms until the others see an error; no report (measured with torch 2.13, one machine, no Fourfold)",
     )
     sequences = {shape: pool.run(rehearse, 4, str(file), shape) for shape in GRIDS[:trials]}
     hung = [trial(pool, file, folder / f"hung-{n}", "stop", n, sequences, broken) for n in range(trials)]
@@ -67,7 +67,7 @@ def rows(pool: RankPool, folder: Path, trials: int, broken: bool) -> Iterator[Ro
         f"a rank hangs, {trials} times on 4 ranks, time-out {TIMEOUT_S:g} s: all others are out",
         hung,
         HUNG_BAR_S,
-        "Gloo: the time-out + 30 ms; a DeviceMesh's groups: 30 minutes, whatever was set (measured on this engine)",
+        "Gloo: the time-out + 30 ms; a DeviceMesh's groups: 30 minutes, whatever was set (measured with torch 2.13, one machine, no Fourfold)",
     )
     wrong = [t.wrong for t in hung if t.wrong]
     yield Row(
@@ -75,7 +75,7 @@ def rows(pool: RankPool, folder: Path, trials: int, broken: bool) -> Iterator[Ro
         f"{trials - len(wrong)}/{trials}" + (f"; {wrong[0]}" if wrong else ""),
         "all",
         not wrong,
-        "PyTorch 2.13 names neither; its flight recorder has numbers of collectives (measured on this engine)",
+        "PyTorch 2.13 names neither; its flight recorder has numbers of collectives (measured with torch 2.13, one machine, no Fourfold)",
     )
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.faults import small_run
+from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
 from fourfold.ranks import RankError, RankPool
 from fourfold.train import peer_copy
@@ -314,7 +314,7 @@ def run_of(
 ) -> RunConfig:
     """Without dropout: its masks are drawn by who takes the rows."""
     checkpoints = {"folder": str(where / "checkpoints"), "every_steps": 50, "keep": 2}
-    file = small_run.write(
+    file = traced_run.write(
         folder,
         grid=grid,
         schedule={"steps": steps, "warmup_steps": 10},
@@ -322,5 +322,5 @@ def run_of(
         logging={"folder": str(where / "logs"), "every_steps": 1, "tensorboard": False},
         reliability=reliability,
     )
-    (folder / "config.json").write_text(json.dumps(small_run.MODEL | {"attention_dropout": 0.0}))
+    (folder / "config.json").write_text(json.dumps(traced_run.MODEL | {"attention_dropout": 0.0}))
     return load_run(file)
