@@ -1,7 +1,9 @@
 """The loop trains as stock PyTorch would, goes on where it stopped on any grid, and repeats itself bit for bit."""
 
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ from torch import Tensor
 
 from fourfold import RankPool
 from fourfold.planner.layout import Layout
+from fourfold.train.checkpoint import latest
+from fourfold.train.checkpoint.folder import open_folder
+from fourfold.train.checkpoint.storage import Writer
 from fourfold.train.config import RunConfig
 from fourfold.train.evaluate import Evaluation
 from fourfold.train.export import export
@@ -122,6 +127,37 @@ def test_a_run_goes_on_where_it_stopped(
     ((rest, _), *_) = pool.run(train, 4, on(values, shape), saves=True)
     close(first[0][0] | rest, whole, SAME)
     assert sorted(rest) == [4, 5, 6]
+
+
+class WhatIsThere(Callback):
+    """The newest checkpoint that is there at the end of each step."""
+
+    def __init__(self) -> None:
+        self.newest: list[int] = []
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        self.newest.append(max(latest.steps(open_folder(trainer.run.checkpoints.folder)), default=0))
+
+
+def train_with_slow_writes(run: RunConfig) -> list[int]:
+    there, write = WhatIsThere(), Writer.write_data
+
+    def slow(*args: Any) -> Any:
+        time.sleep(1)  # some twenty steps
+        return write(*args)
+
+    with patch.object(Writer, "write_data", slow):
+        train(run, there, saves=True)
+    return there.newest
+
+
+@pytest.mark.parametrize(("within", "expected"), [(1, [0, 0, 2, 2, 4, 4]), (2, [0, 0, 0, 2, 2, 4])])
+def test_steps_wait_for_a_checkpoint_that_is_long_in_writing(
+    pool: RankPool, tmp_path: Path, within: int, expected: list[int]
+) -> None:
+    saving = {"every_steps": 2, "written_within_steps": within, "folder": str(tmp_path / "slow")}
+    run = on(write_run(tmp_path), (1, 2, 1, 1), checkpoints=saving)
+    assert pool.run(train_with_slow_writes, 2, run) == [expected] * 2
 
 
 def evaluating(run: RunConfig, stop_at: int | None = None) -> dict[int, float]:

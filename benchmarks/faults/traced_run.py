@@ -110,9 +110,6 @@ class Trace(Callback):
         trainer.model.register_forward_pre_hook(see, with_kwargs=True)
         self.say(resumed=trainer.step, grid=str(trainer.grid))
 
-    def on_save(self, trainer: Trainer) -> None:
-        self.say(saves=trainer.step)
-
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         generator = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         self.say(

@@ -208,6 +208,11 @@ class CheckpointSection(Section):
 
     folder: str = Field("checkpoints", description="A folder, or any fsspec URL such as s3://bucket/run.")
     every_steps: PositiveInt | None = Field(200, description="Steps between two; none: only at the end.")
+    written_within_steps: PositiveInt | None = Field(
+        None,
+        description="So many steps may be done while one is written, then they wait: with 1, a failure never costs more than "
+        "every_steps; none: they do not wait.",
+    )
     keep: PositiveInt = Field(3, description="So many of the newest stay.")
     resume: bool = Field(True, description="Go on from the newest valid one, if there is one.")
 

@@ -156,6 +156,8 @@ class Trainer:
             result = self._step(batches)
             if result is None:
                 continue
+            if checkpoints is not None:
+                self._wait_for_late(checkpoints)
             self.place = "callbacks"
             for callback in self.callbacks:
                 callback.on_step(self, result)
@@ -180,6 +182,13 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_save(self)
             checkpoints.save(self.training)
+
+    def _wait_for_late(self, checkpoints: Checkpoints) -> None:
+        """Steps that are done while a checkpoint is written are lost if it is not finished: these may be too many."""
+        within = self.run.checkpoints.written_within_steps
+        if within is not None and checkpoints.saving is not None and self.step - checkpoints.saving >= within:
+            with self.beside("checkpoint"):
+                checkpoints.wait()
 
     def _go_back(self, checkpoints: Checkpoints | None) -> Iterator[Batch]:
         if self.quorum is not None:

@@ -60,7 +60,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._thread: threading.Thread | None = None
-        self._step = 0
+        self.saving: int | None = None  # the step of a save that nobody has waited for yet
         self._error: SaveError | None = None
 
     def save(self, training: Training) -> None:
@@ -70,7 +70,7 @@ class Checkpoints:
         """
         self.wait()
         snapshot = state.capture(training).staged()
-        self._step = training.step
+        self.saving = training.step
         self._thread = threading.Thread(
             target=self._save, args=(training.step, snapshot), name=f"save {step_name(training.step)}"
         )
@@ -80,7 +80,7 @@ class Checkpoints:
         """Until the save that was begun is done; raises on all ranks if it failed on any."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
+            self._thread = self.saving = None
         error, self._error = self._error, None
         if error is not None:
             raise error
