@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 # No public call sets the time-out of a group that exists, or gives the store of the default one (seen in torch 2.13.0).
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
+from fourfold.launch import is_rank
+
 if TYPE_CHECKING:
     from fourfold.parallel.collectives import Collectives
 
@@ -203,7 +205,7 @@ def _local_device(device_type: str | None) -> torch.device:
 def join_world(device_type: str | None = None, timeout_s: float = 600.0) -> None:
     """Start ``torch.distributed`` as torchrun or srun say; a process that neither of them started is a world of its own."""
     device = _local_device(device_type)
-    if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
+    if is_rank():
         _start_process_group(device, timeout_s)
         return
     dist.init_process_group(

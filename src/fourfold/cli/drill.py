@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.launch import CONTINUE
+from fourfold.cli.arguments import add_changes, add_file, add_ranks
+from fourfold.launch import CONTINUE, is_rank
 
 if TYPE_CHECKING:
     from fourfold.faults.drill import Launch
@@ -28,18 +29,10 @@ def add_to(commands: Any) -> None:
         "disturbed by --fault once: on a cluster, start it without a fault first, then with one, and compare with "
         "`fourfold drill FILE --compare`.",
     )
-    parser.add_argument("file", type=Path, help="the run's file; `fourfold init` writes one")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="change a field of the file, such as grid.z=2; as often as needed",
-    )
+    add_file(parser)
+    add_changes(parser)
     parser.add_argument("--folder", type=Path, default=Path("drill"), help="for all that it writes (drill)")
-    parser.add_argument(
-        "--ranks", type=int, help="of this machine, where the planner chooses the grid (its GPUs)"
-    )
+    add_ranks(parser)
     parser.add_argument("--seed", type=int, default=0, help="of which ranks and steps are disturbed (0)")
     parser.add_argument(
         "--timeout-s",
@@ -65,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     from fourfold.train.config import load_run
 
     faults = [Fault.parse(text) for text in options.fault]
-    if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
+    if is_rank():
         return _as_rank(options, faults)
     if options.compare:
         from fourfold.faults.drill import compare

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fourfold.cli.arguments import add_changes
+
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
@@ -29,7 +31,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "file", nargs="?", type=Path, help="a run's file: check it, and show all that it says"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE")
+    add_changes(parser)
     parser.add_argument("--schema", action="store_true", help="the JSON Schema, for editors")
     parser.set_defaults(run=config)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fourfold.cli.arguments import add_changes, add_file
 from fourfold.launch import MAX_RESTARTS
 
 
@@ -103,19 +104,13 @@ def _add_kubernetes(systems: Any) -> None:
 
 
 def _add_world(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="run.toml", help="the run")
+    add_file(parser)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument(
         "--gpus-per-node", type=int, help="with a rank on each (default: the grid's ranks of a node)"
     )
     parser.add_argument("--ranks-per-node", type=int, help="alone: on CPUs")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="another value than the file's, such as optimizer.lr=1e-4",
-    )
+    add_changes(parser)
     parser.add_argument("--name", help="of the job (default: the file's name)")
 
 

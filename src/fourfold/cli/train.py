@@ -6,10 +6,10 @@ import argparse
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.launch import CONTINUE, MAX_RESTARTS
+from fourfold.cli.arguments import add_changes, add_file, add_ranks
+from fourfold.launch import CONTINUE, MAX_RESTARTS, is_rank
 
 if TYPE_CHECKING:
     from fourfold.train.config import RunConfig
@@ -25,17 +25,9 @@ def add_to(commands: Any) -> None:
         "here begin again from the newest checkpoint; under torchrun that is torchrun's --max-restarts. Asked to stop (SIGINT, SIGTERM, or SIGUSR1 to "
         f"the ranks), it saves after the step and ends with status {CONTINUE}.",
     )
-    parser.add_argument("file", type=Path, help="the run's file; `fourfold init` writes one")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="change a field of the file, such as optimizer.lr=3e-4; as often as needed",
-    )
-    parser.add_argument(
-        "--ranks", type=int, help="of this machine, where the planner chooses the grid (its GPUs)"
-    )
+    add_file(parser)
+    add_changes(parser)
+    add_ranks(parser)
     parser.add_argument(
         "--max-restarts",
         type=int,
@@ -55,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     if options.profile is not None:
         changes.append(f'logging.profile_steps="{options.profile}"')
     config = load_run(options.file, changes)
-    if _is_rank():
+    if is_rank():
         return _train(config, options)
     from fourfold.train.start import check, local_ranks, start_ranks
 
@@ -71,11 +63,6 @@ def run(options: argparse.Namespace) -> int:
     command = [str(options.file), *(f"--set={change}" for change in changes)]
     restarts = MAX_RESTARTS if options.max_restarts is None else options.max_restarts
     return start_ranks(ranks, ["train", *command], restarts)
-
-
-def _is_rank() -> bool:
-    """Started by torchrun, or as a task of srun; an sbatch script alone has no step."""
-    return "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
 
 
 def _train(config: RunConfig, options: argparse.Namespace) -> int:

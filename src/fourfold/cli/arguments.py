@@ -1,0 +1,26 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, help="the run's file; `fourfold init` writes one")
+
+
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="change a field of the file, such as optimizer.lr=3e-4; as often as needed",
+    )
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", type=int, help="of this machine, where the planner chooses the grid (its GPUs)"
+    )
