@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.faults import traced_run
-from benchmarks.faults.row import Row
+from benchmarks.faults.row import Row, all_right
 from fourfold import RankPool
 from fourfold.faults.fault import Fault
 from fourfold.faults.injector import Injector
@@ -70,11 +70,10 @@ def rows(pool: RankPool, folder: Path, trials: int, broken: bool) -> Iterator[Ro
         "Gloo: the time-out + 30 ms; a DeviceMesh's groups: 30 minutes, whatever was set (measured with torch 2.13, one machine, no Fourfold)",
     )
     wrong = [t.wrong for t in hung if t.wrong]
-    yield Row(
+    yield all_right(
         f"a rank hangs, {trials} times, on {' and '.join(map(str, GRIDS))}: rank, axis and module in the report are right",
-        f"{trials - len(wrong)}/{trials}" + (f"; {wrong[0]}" if wrong else ""),
-        "all",
-        not wrong,
+        trials,
+        wrong,
         "PyTorch 2.13 names neither; its flight recorder has numbers of collectives (measured with torch 2.13, one machine, no Fourfold)",
     )
 

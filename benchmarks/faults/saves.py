@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.faults import traced_run
-from benchmarks.faults.row import Row
+from benchmarks.faults.row import Row, all_right
 from fourfold import RankPool
 from fourfold.faults.fault import Action, Fault, Point
 from fourfold.faults.files import damage, swap_files
@@ -174,11 +174,10 @@ def crash_points(pool: RankPool, folder: Path, small: bool, broken: bool) -> Row
         where = folder / str(ranks)
         count, bad = pool.run(cut_saves, ranks, str(file), str(where), small, broken, timeout_s=600)[0]
         tried, wrong = tried + count, wrong + bad
-    return Row(
+    return all_right(
         f"a save ends after each of its {tried} system calls: `latest` loads, the old or the new, whole",
-        f"{tried - len(wrong)}/{tried}" + (f", not after {wrong[0]}" if wrong else ""),
-        "all",
-        not wrong,
+        tried,
+        wrong,
         f"{DCP}, overwritten in place: loads a mix of two steps, or nothing (measured with torch 2.13, one machine, no Fourfold)",
     )
 
@@ -211,12 +210,11 @@ def corruptions(pool: RankPool, folder: Path, trials: int, broken: bool) -> Row:
         if step != 1 or not any(name in line for line in damaged.get(2, [])):
             wrong.append(f"{way} of {name}")
     kinds = ", ".join(f"{way} {count}" for way, count in sorted(ways.items()))
-    return Row(
+    return all_right(
         f"{trials} corruptions of the {len(files)} files of a checkpoint ({kinds}): refused, the file named, "
         "the one before taken",
-        f"{trials - len(wrong)}/{trials}" + (f", not {wrong[0]}" if wrong else ""),
-        "all",
-        not wrong,
+        trials,
+        wrong,
         f"{DCP}: 4/200 flips refused; safetensors 3/300; torch.load 10/300 (measured with torch 2.13, one machine, no Fourfold)",
     )
 
@@ -301,11 +299,10 @@ def disk_errors(pool: RankPool, folder: Path, trials: int, broken: bool) -> Row:
         wrong += pool.run(
             failing_saves, ranks, str(file), str(folder / str(ranks)), count, broken, timeout_s=600
         )[0]
-    return Row(
-        f"EIO or ENOSPC at a drawn write of {teams[0]} to {teams[-1]} ranks, a thread each, {done} saves: "
-        "no false success, the checkpoint before intact",
-        f"{len(wrong)} wrong" + (f": {wrong[0]}" if wrong else ""),
-        "0 wrong",
-        not wrong,
+    return all_right(
+        f"EIO or ENOSPC at a drawn write of {teams[0]} to {teams[-1]} ranks, a thread each: no false success, the "
+        "checkpoint before intact",
+        done,
+        wrong,
         f"{DCP} with two writer threads: 12/12 false successes (measured with torch 2.13, one machine, no Fourfold)",
     )
