@@ -56,6 +56,19 @@ def test_ranks_of_two_hosts_meet_again_at_the_first_try(tmp_path: Path, module: 
     )
 
 
+def test_ranks_that_do_not_hear_are_not_waited_for_when_one_is_gone(tmp_path: Path) -> None:
+    """One ends with an error, the other is deaf to SIGTERM; torchrun by itself would begin again half a minute later."""
+    first = f"test $LOCAL_RANK = 1 && {{ trap '' TERM; touch {tmp_path}/deaf; sleep 60; }}"
+    first += f"; while ! test -e {tmp_path}/deaf; do sleep 0.1; done; date +%s > {tmp_path}/ended; exit 1"
+    again = f"date +%s > {tmp_path}/again-$LOCAL_RANK"
+    script = f"if test $TORCHELASTIC_RESTART_COUNT = 0; then {first}; else {again}; fi"
+    command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run([*command, "--max-restarts=1", "--no-python", "sh", "-c", script], timeout=90)
+    assert ended.returncode == 0
+    ended_s, again_s = (int((tmp_path / name).read_text()) for name in ("ended", "again-1"))
+    assert again_s - ended_s < 20
+
+
 def test_a_run_that_is_refused_is_not_started_again(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -36,6 +36,7 @@ CONF = {"last_call_timeout": 15, "read_timeout": 20}
 LOOK_S = 0.5  # between two looks for hosts that have come
 ANSWER_S = 10.0
 AWAY_S = 3600.0  # that a host looks for the others
+GONE_S = 6  # for ranks to report and end, once one of them is gone: they cannot save without it
 SAVE_S = 600  # for ranks to save before they are started anew in another number
 
 
@@ -160,6 +161,21 @@ class Agent(LocalElasticAgent):
         """The ranks will save and end; where hosts come and go, the others go on without this one."""
         self.is_asked_to_end = True
         self._stores.stays_open = self._is_elastic
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        context: Any = self._pcontext
+        close = context.close
+
+        def close_soon(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            codes = [rank.proc.poll() for rank in context.subprocess_handlers.values()]
+            has_failed = any(code and not has_saved(code) for code in codes)
+            close(death_sig, min(timeout, GONE_S) if has_failed else timeout)
+
+        # After a failure torchrun waits half a minute for the others, who may not hear: one that is stopped, or one that
+        # waits in a library for the rank that is gone.
+        context.close = close_soon
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
