@@ -16,7 +16,7 @@ from fourfold.cli.main import main
 from fourfold.launch import CONTINUE
 from fourfold.planner.layout import Layout
 from fourfold.train.automatic import choose_layout, with_layout
-from fourfold.train.config import EngineSection, RunConfig, from_dict
+from fourfold.train.config import RunConfig, from_dict
 from fourfold.train.facts import facts_of
 from fourfold.train.run import on_all_ranks
 from fourfold.train.start import check, local_ranks
@@ -79,10 +79,17 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
     assert chosen.grid.size == 8
     assert not chosen.grid.auto
     check(chosen)
-    given = run.model_copy(update={"engine": EngineSection(activations="token-sharded", keep_inputs=False)})
+    given = from_dict(
+        values
+        | {
+            "grid": {"auto": True, "cluster": "dgx-h100"},
+            "batch": {"tokens": 2 * values["data"]["sequence_length"]},
+            "engine": {"activations": "token-sharded", "keep_inputs": False},
+        }
+    )
     small = choose_layout(given, 8, simulate=0, quiet=True)
-    if small.grid.x * small.grid.y > 1:
-        assert (small.engine.activations, small.engine.keep_inputs) == ("token-sharded", False)
+    assert small.grid.x * small.grid.y >= 4  # two sequences are for no more than two ranks
+    assert (small.engine.activations, small.engine.keep_inputs) == ("token-sharded", False)
     with pytest.raises(ValueError, match="no layout of 131072 ranks can train this model on dgx-h100"):
         choose_layout(run, 131072, simulate=0, quiet=True)
 
