@@ -1,6 +1,5 @@
 """The search finds what trying everything finds, and says why the rest is not there."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -73,13 +72,10 @@ def test_token_sharding_is_looked_at_or_left_away():
         (True, False)}  # fmt: skip
 
 
-def test_tokens_that_do_not_divide_and_families_that_cannot_are_named():
+def test_tokens_that_do_not_divide_are_named():
     plan = search(SMALL, CLUSTER, 16, 16, 6)
     reasons = {r.reason for r in plan.rejected if r.layout.by_tokens}
     assert "x=4 does not divide the 6 tokens of a micro-batch, so they cannot be cut" in reasons
-    other = search(dataclasses.replace(SMALL, not_by_tokens="it looks at all tokens"), CLUSTER, 16, 32, 1024)
-    assert not any(e.layout.by_tokens for e in other.ranked)
-    assert any("it looks at all tokens; use activations='replicated'" in r.reason for r in other.rejected)
 
 
 def test_a_model_that_fits_nowhere_says_how_far_it_is():

@@ -141,7 +141,7 @@ def search(
         keeps = (0, gathered_bytes // 2, gathered_bytes) if weights == "streamed" and z > 1 else (0,)
         for micro_batches in divisors(global_batch_sequences // (data * z)):
             tokens = global_batch_sequences // (data * z * micro_batches) * length
-            by_tokens = why_not_by_tokens(workload, y, x, tokens) if "token-sharded" in activations else None
+            by_tokens = why_not_by_tokens(y, x, tokens) if "token-sharded" in activations else None
             if by_tokens is not None and x * y > 1:
                 considered += 1
                 layout = Layout(data, z, y, x, micro_batches, weights=weights, activations="token-sharded")
@@ -163,12 +163,8 @@ def search(
     return Plan(ranked, rejected, considered, ranks, limit_bytes)
 
 
-def why_not_by_tokens(workload: Workload, y: int, x: int, tokens: int) -> str | None:
-    """Why activations cannot be cut by their tokens; None if they can. The rules are those of `parallelize`."""
-    if workload.not_by_tokens:
-        return (
-            f"token-sharded activations are refused: {workload.not_by_tokens}; use activations='replicated'"
-        )
+def why_not_by_tokens(y: int, x: int, tokens: int) -> str | None:
+    """Why activations cannot be cut by their tokens; None if they can. All families of `workload` allow it."""
     for axis, ranks in (("x", x), ("y", y)):
         if tokens % ranks:
             return (

@@ -53,7 +53,6 @@ class Workload:
     activation: str = ""  # the function of an MLP, as transformers names it
     fused_qkv: bool = False  # q, k and v are one matrix
     norms_all_heads: bool = False  # q and k have norms over the heads of a rank together
-    not_by_tokens: str = ""  # why its activations cannot be cut by their tokens; empty if they can
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
