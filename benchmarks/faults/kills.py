@@ -214,4 +214,7 @@ def rank_main(file: Path, seed: int, kills: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    from fourfold.cli.main import status_of
+
+    # As a rank of `fourfold train` ends: the agent starts it again, or not, by its status.
+    sys.exit(status_of(lambda: rank_main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fourfold.cli import calibrate, checkpoint, data, drill, dryrun, export, init, launch, plan, report, train
+from fourfold.launch import REFUSED
+
+# Unlike a disk that is full, a file system that does not answer, or a checkpoint that was not saved for it.
+_MENDED_BY_HAND = (
+    ValueError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,14 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launch.add_to(commands)
     drill.add_to(commands)
     options = parser.parse_args(arguments)
+    return status_of(lambda: int(options.run(options)))
+
+
+def status_of(work: Callable[[], int]) -> int:
+    """What a command ends with. What a person has to mend is refused; what a machine did may be over at the next try."""
     try:
-        return int(options.run(options))
-    except (
-        ValueError,
-        OSError,
-    ) as error:  # what a person can mend; anything else is a defect and keeps its trace
+        return work()
+    except (ValueError, OSError) as error:  # anything else is a defect, and keeps its trace
         print(f"fourfold: {error}", file=sys.stderr)
-        return 2
+        return REFUSED if isinstance(error, _MENDED_BY_HAND) else 1
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ from fourfold.train.checkpoint.save import Checkpoints
 from fourfold.train.checkpoint.state import Training
 
 
+class InVain(ValueError):
+    """Nothing is mended by going back, nor by starting again: a person has to look."""
+
+
 class Rollbacks:
     """Those of one run. What asks for one asks on all ranks alike."""
 
@@ -44,14 +48,14 @@ class Rollbacks:
         failed_at, samples = training.step, training.data["samples"]
         step = checkpoints.load(training, before=before) if checkpoints is not None else None
         if step is None:
-            raise RuntimeError(
+            raise InVain(
                 f"step {failed_at}: {why}, and there is no checkpoint from before step {before} to go back to; use a smaller "
                 "checkpoints.every_steps"
             )
         self.count += 1
         times = self._went_to[step] = self._went_to.get(step, 0) + 1
         if times > 2:
-            raise RuntimeError(
+            raise InVain(
                 f"step {failed_at}: {why}, also after the checkpoint of step {step} was gone back to twice; look at the text behind "
                 f"sample {training.data['samples']}, or use a smaller optimizer.lr"
             )
