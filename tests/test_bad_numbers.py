@@ -17,13 +17,15 @@ from fourfold.faults.fault import Fault
 from fourfold.faults.injector import Injector, flip_weight
 from fourfold.grid import Grid
 from fourfold.ranks import RankError
-from fourfold.train.checkpoint import Checkpoints
+from fourfold.train.checkpoint import Checkpoints, latest
+from fourfold.train.checkpoint.folder import open_folder
 from fourfold.train.numbers_gone_bad import AT_LEAST, BadNumbers, Usual
 from fourfold.train.replicas import SameWeights, odd_ones
 from fourfold.train.stragglers import Stragglers
 from fourfold.train.trainer import Callback, StepResult, Trainer
 from fourfold.train.update import update
 from tests.training import LENGTH, on, write_run
+from tests.training import train as train_run
 
 CPU = torch.device("cpu")
 
@@ -250,6 +252,26 @@ def test_a_flipped_bit_in_a_replica_is_named_undone_and_not_saved(
     assert [(is_same, rollbacks) for is_same, rollbacks, _ in found] == [(True, 1)] * 3
     assert "step 8: the weights of rank 1 are not those of the replicas" in found[0][2]
     assert not list(tmp_path.glob("flip/*undone*"))
+
+
+def corrupt_and_stop(values: dict[str, Any], folder: str) -> tuple[str, list[int]]:
+    """Asked to stop after step 4, it saves after step 5, in which a bit flips; no interval ends there."""
+    run = on(
+        values, (1, 1, 1, 1), checkpoints={"folder": folder, "every_steps": 2}, batch={"tokens": 12 * LENGTH}
+    )
+    run = run.model_copy(update={"grid": run.grid.model_copy(update={"data": 3})})
+    fault = Fault("flip", "step", rank=1, step=5, seed=3)
+    with redirect_stderr(StringIO()) as said:
+        train_run(run, Injector([fault]), SameWeights(100), saves=True, stop_at=4)
+    return said.getvalue(), latest.steps(open_folder(folder))
+
+
+def test_a_flipped_bit_is_not_saved_when_the_run_is_asked_to_stop(
+    pool: RankPool, values: dict[str, Any], tmp_path: Path
+) -> None:
+    for rank, (said, steps) in enumerate(pool.run(corrupt_and_stop, 3, values, str(tmp_path))):
+        assert steps == [2, 4]
+        assert rank or "step 5: the weights of rank 1 are not those of the replicas" in said
 
 
 def flip_and_ask(values: dict[str, Any]) -> list[tuple[int, int]]:

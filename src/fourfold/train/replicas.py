@@ -63,7 +63,7 @@ class SameWeights(Callback):
 
     def __init__(self, every_steps: int) -> None:
         self._every = every_steps
-        self._agreed_at = 0
+        self._agreed_at = 0  # the last step, or the checkpoint that the run goes on from
 
     def on_start(self, trainer: Trainer) -> None:
         self._agreed_at = trainer.step
@@ -72,11 +72,19 @@ class SameWeights(Callback):
         self._agreed_at = trainer.step
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if trainer.grid.data == 1 or not (result.step % self._every == 0 or trainer.is_saved_at(result.step)):
+        if result.step % self._every == 0:
+            self._compare(trainer)
+
+    def on_save(self, trainer: Trainer) -> None:
+        if self._agreed_at != trainer.step:
+            self._compare(trainer)
+
+    def _compare(self, trainer: Trainer) -> None:
+        if trainer.grid.data == 1:
             return
         lowest, highest = self._odd_ranks(trainer)
         if highest < 0:
-            self._agreed_at = result.step
+            self._agreed_at = trainer.step
             return
         who = f"rank {highest}" if lowest == highest else f"ranks {lowest} to {highest}"
         hint = (

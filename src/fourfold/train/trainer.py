@@ -83,7 +83,10 @@ class Callback:
     def on_step(self, trainer: Trainer, result: StepResult) -> None: ...
 
     def on_save(self, trainer: Trainer) -> None:
-        """A checkpoint is about to be saved: what of this callback decides how the run goes on, into `Training.beside`."""
+        """A checkpoint is about to be saved: what of this callback decides how the run goes on, into `Training.beside`.
+
+        Who asks to go back instead (`Trainer.back`), asks on all ranks; nothing is saved then.
+        """
 
     def on_rollback(self, trainer: Trainer) -> None:
         """The run has been set to another step: back to a checkpoint, or to that of a replica which it copies."""
@@ -162,10 +165,10 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_step(self, result)
             stops = stop is not None and stop.agreed()
+            if checkpoints is not None and not self.back.is_asked and (stops or self.is_saved_at(self.step)):
+                self._save(checkpoints)
             if self.back.is_asked:
                 batches = self._go_back(checkpoints)
-            elif checkpoints is not None and (stops or self.is_saved_at(self.step)):
-                self._save(checkpoints)
         if self.quorum is not None:
             self.quorum.close()
         if checkpoints is not None:
@@ -181,7 +184,8 @@ class Trainer:
                 return
             for callback in self.callbacks:
                 callback.on_save(self)
-            checkpoints.save(self.training)
+            if not self.back.is_asked:
+                checkpoints.save(self.training)
 
     def _wait_for_late(self, checkpoints: Checkpoints) -> None:
         """Steps that are done while a checkpoint is written are lost if it is not finished: these may be too many."""
