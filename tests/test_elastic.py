@@ -104,6 +104,9 @@ def test_as_many_ranks_as_before_keep_their_layout(run: RunConfig) -> None:
     kept = settle(run, 4, quiet=True)
     assert (kept.grid, kept.batch, kept.engine) == (other.grid, other.batch, other.engine)
     assert layout_of_checkpoint(run, 8) is None
+    asked = {"activations": "replicated" if kept.engine.activations == "token-sharded" else "token-sharded"}
+    otherwise = run.model_copy(update={"engine": run.engine.model_copy(update=asked)})
+    assert layout_of_checkpoint(otherwise, 4) is None
     longer = run.model_copy(update={"batch": run.batch.model_copy(update={"tokens": 2 * run.batch.tokens})})
     assert layout_of_checkpoint(longer, 4) is None
 

@@ -15,10 +15,11 @@ from fourfold import Grid, RankPool
 from fourfold.cli.main import main
 from fourfold.launch import CONTINUE
 from fourfold.planner.layout import Layout
+from fourfold.ranks import RankError
 from fourfold.train.automatic import choose_layout, with_layout
-from fourfold.train.config import RunConfig, from_dict
+from fourfold.train.config import CHOSEN_ALONG, RunConfig, from_dict, load_run
 from fourfold.train.facts import facts_of
-from fourfold.train.run import on_all_ranks
+from fourfold.train.run import on_all_ranks, train
 from fourfold.train.start import check, local_ranks
 from fourfold.train.trainer import Trainer, micro_batches
 from tests.training import as_toml, on, write_run
@@ -90,6 +91,17 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
     small = choose_layout(given, 8, simulate=0, quiet=True)
     assert small.grid.x * small.grid.y >= 4  # two sequences are for no more than two ranks
     assert (small.engine.activations, small.engine.keep_inputs) == ("token-sharded", False)
+    given = from_dict(
+        values
+        | {
+            "grid": {"auto": True, "cluster": "dgx-h100"},
+            "batch": {"tokens": 8 * values["data"]["sequence_length"], "micro_batch_sequences": 1},
+            "engine": {"keep_weights_bytes": 4096},
+        }
+    )
+    for ranks in (1, 2, 8):
+        small = choose_layout(given, ranks, simulate=0, quiet=True)
+        assert (small.batch.micro_batch_sequences, small.engine.keep_weights_bytes) == (1, 4096)
     with pytest.raises(ValueError, match="no layout of 131072 ranks can train this model on dgx-h100"):
         choose_layout(run, 131072, simulate=0, quiet=True)
 
@@ -113,6 +125,14 @@ def refused_by(run: RunConfig) -> str:
     return "nothing"
 
 
+def test_a_grid_that_was_given_leaves_nobody_idle(pool: RankPool, values: dict[str, Any]) -> None:
+    """Ranks wait beside a layout that the planner has chosen; one that a person wrote is wrong."""
+    run = on(values, (1, 1, 1, 1))
+    run = run.model_copy(update={"grid": run.grid.model_copy(update={"cluster": "dgx-h100"})})
+    with pytest.raises(RankError, match="needs 1 ranks, but 2 are running"):
+        pool.run(train, 2, run)
+
+
 @pytest.mark.limit(30)
 def test_what_the_planner_fails_of_reaches_all_ranks(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
@@ -130,6 +150,7 @@ def test_init_writes_a_run_that_loads(values: dict[str, Any], tmp_path: Path, ca
     assert main(["init", str(file), "--size", "10m", "--data", data]) == 0
     assert main(["config", str(file), "--set", "optimizer.lr=0.5"]) == 0
     shown = json.loads(capsys.readouterr().out.split("\n", 1)[1])
+    assert not CHOSEN_ALONG & load_run(file).engine.model_fields_set  # or `grid.auto` could not choose them
     assert shown["optimizer"]["lr"] == 0.5
     assert json.loads((tmp_path / "run" / "config.json").read_text())["vocab_size"] == 131
     assert main(["init", str(file), "--data", data]) == 2  # never overwritten

@@ -13,7 +13,7 @@ from fourfold.train.checkpoint.folder import open_folder
 from fourfold.train.checkpoint.latest import steps
 from fourfold.train.checkpoint.manifest import Damaged
 from fourfold.train.checkpoint.state import read_values
-from fourfold.train.config import RunConfig, from_dict
+from fourfold.train.config import CHOSEN_ALONG, RunConfig, from_dict
 
 if TYPE_CHECKING:
     from fourfold.planner.layout import Layout
@@ -30,7 +30,7 @@ def settle(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False
     # Whoever starts again has ranks that wait: formulas alone choose then, in less than a second.
     simulate = 0 if _newest_values(run) is not None else simulate
     refusals: list[ValueError] = []
-    for used in range(ranks, max(0, ranks - FEWER), -1):
+    for used in range(ranks, max(0, ranks - FEWER - 1), -1):
         try:
             return choose_layout(run, used, simulate=simulate, quiet=quiet)
         except ValueError as refusal:
@@ -39,7 +39,7 @@ def settle(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False
 
 
 def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
-    """The run on the layout of its newest checkpoint, if that is of so many ranks, and of a run that asks for the same."""
+    """The run on the layout of its newest checkpoint, if that uses all of these ranks, and what the run asks for is so."""
     values = _newest_values(run)
     if values is None:
         return None
@@ -56,10 +56,9 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
         and before.data.sequence_length == run.data.sequence_length
         and before.engine.precision == run.engine.precision
         and run.engine.weights in ("auto", before.engine.weights)
-        and (
-            "activation_checkpointing" not in given
-            or run.engine.activation_checkpointing == before.engine.activation_checkpointing
-        )
+        and run.engine.activations in ("auto", before.engine.activations)
+        and run.batch.micro_batch_sequences in (None, before.batch.micro_batch_sequences)
+        and all(getattr(run.engine, name) == getattr(before.engine, name) for name in CHOSEN_ALONG & given)
     )
     if not is_same:
         return None
@@ -90,8 +89,6 @@ def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool 
     from fourfold.train.model import model_config
 
     engine = run.engine
-    is_given = "activation_checkpointing" in engine.model_fields_set
-    inputs_are_given = "keep_inputs" in engine.model_fields_set
     found = plan(
         model_config(run.model),
         str(run.grid.cluster),
@@ -101,19 +98,30 @@ def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool 
         simulate=simulate,
         weights=engine.weights if engine.weights != "auto" else None,
         precision=engine.precision,
-        checkpointing=(engine.activation_checkpointing,) if is_given else ("none", "full"),
+        checkpointing=(engine.activation_checkpointing,)
+        if _says(run, "activation_checkpointing")
+        else ("none", "full"),
         activations=engine.activations if engine.activations != "auto" else None,
-        keep_inputs=(engine.keep_inputs,) if inputs_are_given else (True, False),
+        keep_inputs=(engine.keep_inputs,) if _says(run, "keep_inputs") else (True, False),
         quiet=quiet,
     )
-    # The samples of the evaluation are shared like those of the batch.
-    fitting = [
+    rows_at_once = run.batch.micro_batch_sequences
+    ranked = [
         estimate.layout
         for estimate in found.ranked
-        if run.evaluation.sequences % (estimate.layout.data * estimate.layout.z) == 0
+        if rows_at_once is None
+        or _rows_at_once(run, estimate.layout)
+        == min(rows_at_once, run.sequences // (estimate.layout.data * estimate.layout.z))
     ]
-    if found.ranked and not fitting:
-        layout = found.ranked[0].layout
+    if found.ranked and not ranked:
+        raise ValueError(
+            f"no layout of {ranks} ranks that can train this model takes batch.micro_batch_sequences={rows_at_once}; leave it "
+            f"out, or use {_rows_at_once(run, found.ranked[0].layout)}, which is the fastest"
+        )
+    # The samples of the evaluation are shared like those of the batch.
+    fitting = [layout for layout in ranked if run.evaluation.sequences % (layout.data * layout.z) == 0]
+    if ranked and not fitting:
+        layout = ranked[0]
         raise ValueError(
             f"evaluation.sequences={run.evaluation.sequences} does not divide over the data*z of any layout of {ranks} ranks; "
             f"use a multiple of {layout.data * layout.z}, which is the fastest"
@@ -128,8 +136,8 @@ def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool 
 
 
 def with_layout(run: RunConfig, layout: Layout) -> RunConfig:
-    """The run with a layout's grid, micro-batches and engine."""
-    rows = run.sequences // (layout.data * layout.z)
+    """The run with a layout's grid, micro-batches and engine; what its file says of the engine stays."""
+    kept_bytes = run.engine.keep_weights_bytes
     changes: dict[str, dict[str, Any]] = {
         "grid": {"auto": False, "data": layout.data, "z": layout.z, "y": layout.y, "x": layout.x},
         "engine": {
@@ -137,9 +145,17 @@ def with_layout(run: RunConfig, layout: Layout) -> RunConfig:
             "keep_inputs": layout.keep_inputs,
             "activation_checkpointing": layout.activation_checkpointing,
             "weights": layout.weights,
-            "keep_weights_bytes": layout.keep_bytes,
+            "keep_weights_bytes": kept_bytes if _says(run, "keep_weights_bytes") else layout.keep_bytes,
         },
-        "batch": {"micro_batch_sequences": rows // layout.micro_batches},
+        "batch": {"micro_batch_sequences": _rows_at_once(run, layout)},
     }
     sections = {name: getattr(run, name).model_copy(update=fields) for name, fields in changes.items()}
     return run.model_copy(update=sections)
+
+
+def _says(run: RunConfig, field: str) -> bool:
+    return field in run.engine.model_fields_set
+
+
+def _rows_at_once(run: RunConfig, layout: Layout) -> int:
+    return run.sequences // (layout.data * layout.z * layout.micro_batches)

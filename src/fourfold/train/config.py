@@ -161,6 +161,10 @@ class BatchSection(Section):
     )
 
 
+# Of the engine, beside what has an "auto": `grid.auto` chooses it along unless the run's file says it.
+CHOSEN_ALONG = frozenset({"keep_inputs", "activation_checkpointing", "keep_weights_bytes"})
+
+
 class EngineSection(Section):
     """How a step is computed; the numbers are those of one process whatever is set."""
 

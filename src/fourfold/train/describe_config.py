@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from fourfold.train.config import RunConfig
+from fourfold.train.config import CHOSEN_ALONG, EngineSection, RunConfig
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def _lines(section: type[BaseModel], name: str, chosen: dict[str, Any]) -> Itera
             continue
         value = chosen.get(path, None if about.is_required() else about.default)
         written = f"{field} = {toml_value(value)}" if value is not None else f"# {field} ="
+        if section is EngineSection and field in CHOSEN_ALONG and value == about.default:
+            written = f"# {written}"  # what a file says, stays
         yield f"# {about.description}"
         yield written
     for path, kind in tables:

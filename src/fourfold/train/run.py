@@ -33,10 +33,11 @@ def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
         # What ranks have done lately is in the report of a hang; read when groups are made.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
         join_world()
+    is_chosen = run.grid.auto
     run = as_replica(on_all_ranks(run))
     used, ranks = run.grid.size, dist.get_world_size()
     idle_store = None
-    if run.grid.cluster is not None and used < ranks:
+    if is_chosen and used < ranks:
         if not is_ours:
             raise ValueError(f"no layout of {ranks} ranks can train this model; start {used}")
         rank = dist.get_rank()
