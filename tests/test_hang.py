@@ -131,5 +131,7 @@ def test_a_stopped_rank_is_named_with_the_collective_that_it_did_not_come_to(
 
 def test_when_a_rank_is_killed_the_others_leave_at_once(pool: RankPool, tmp_path: Path) -> None:
     file = traced_run.write(tmp_path / "run")
-    assert peers.trial(pool, file, tmp_path / "dead", "kill", 0, {}).longest_s < peers.GIVE_UP_S
-    assert "never arrived" in (tmp_path / "dead/hang/summary.txt").read_text()
+    _, fault = peers.drawn("kill", 0)
+    # Before anything times out; the benchmark holds it to a second.
+    assert peers.trial(pool, file, tmp_path / "dead", "kill", 0, {}).longest_s < peers.TIMEOUT_S
+    assert f"rank {fault.rank} never arrived" in (tmp_path / "dead/hang/summary.txt").read_text()

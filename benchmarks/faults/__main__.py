@@ -47,12 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = options.only.split(",")
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    parts: dict[str, Part] = {
+        name: importlib.import_module(f"benchmarks.faults.{name}").run for name in wanted
+    }
+    whole = [name for name in parts if "broken" not in inspect.signature(parts[name]).parameters]
+    if options.broken and whole:
+        parser.error(f"{', '.join(whole)} cannot --break; give the others by --only")
     rows: list[Row] = []
-    for name in wanted:
+    for name, part in parts.items():
         start_s = time.monotonic()
-        part: Part = importlib.import_module(f"benchmarks.faults.{name}").run
-        if options.broken and "broken" not in inspect.signature(part).parameters:
-            parser.error(f"{name} has no --break; its test plants what it is to see")
         for row in part(options.small, **({"broken": True} if options.broken else {})):
             rows.append(row)
             print(

@@ -137,6 +137,7 @@ def train(file: str, shape: Shape, faults: Sequence[Fault], steps: int, broken: 
     saves = any(fault.action == "flip" for fault in faults)
     config = load_run(Path(file), [*grid, f"schedule.steps={steps}", "checkpoints.every_steps=10"])
     watchers = [] if broken else [c for c in callbacks_of(config) if isinstance(c, WATCHERS)]
+    assert broken or {type(watcher) for watcher in watchers} == set(WATCHERS)
     with redirect_stderr(StringIO()) as said:
         listen = Listen(said)
         trainer = Trainer(config, Grid.create(shape), [Injector(faults), *watchers, listen])

@@ -96,6 +96,10 @@ class Outcome:
 
 def run(small: bool, broken: bool = False) -> Iterator[Row]:
     kills = 1 if small else 10
+    if lighthouse_program() is None:
+        reason = "there is no torchft_lighthouse; pip install 'fourfold[torchft]'"
+        yield Row(f"torchft, 2 replicas, one killed {kills} times", reason, "torchft", False)
+        return
     found = measure(kills, broken)
     what = f"torchft, 2 replicas, one killed {found.kills} times"
     all_hit = found.kills == kills
@@ -289,16 +293,17 @@ def wait_until(condition: Any, seconds: float) -> None:
         time.sleep(0.01)
 
 
+def lighthouse_program() -> str | None:
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return shutil.which("torchft_lighthouse", path=beside)
+
+
 @contextmanager
 def lighthouse(options: str = LIGHTHOUSE) -> Iterator[str]:
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    program = shutil.which(
-        "torchft_lighthouse", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    )
-    assert program is not None
     process = subprocess.Popen(
-        [program, "--bind", f"[::]:{port}", *options.split()],
+        [str(lighthouse_program()), "--bind", f"[::]:{port}", *options.split()],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
