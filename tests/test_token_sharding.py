@@ -189,7 +189,9 @@ HEADS_OF_8 = {"num_attention_heads": 8, "hidden_size": 64}
         ("gpt2", (1, 1, 4, 2), HEADS_OF_8),
     ],
 )
-def test_no_byte_more_is_sent(pool: RankPool, kind: str, shape: Shape, changes: dict[str, Any]) -> None:
+def test_no_byte_more_of_activations_is_sent(
+    pool: RankPool, kind: str, shape: Shape, changes: dict[str, Any]
+) -> None:
     _, z, y, x = shape
     for replicated, kept, again in pool.run(count, 8, shape, kind, changes):
         for sent in (kept, again):
@@ -204,6 +206,13 @@ def test_no_byte_more_is_sent(pool: RankPool, kind: str, shape: Shape, changes: 
         assert {purpose for _, purpose in kept} - usual == shared
         assert {purpose for _, purpose in again} - usual == shared | {"regather"}
         tokens, h, f, blocks = 8 * 16 // z, 64, 64, 2
+        if kind == "llama":
+            # A norm's weight is used for other tokens on each x rank: its gradient is summed, in a ring, for each half.
+            halves = 2
+            norms = halves * 4 * (2 * blocks + 1) * 2 * Fraction(x - 1, x) * h / y
+            for sent in (kept, again):
+                assert sent["x", "replica"] - replicated.get(("x", "replica"), 0) == norms
+                assert ("y", "replica") not in sent
         # The inputs of attention, of the MLP and of the head; those of o and down.
         assert again["x", "regather"] == 4 * (2 * blocks + 1) * Fraction(x - 1, x) * tokens * h / y
         assert again["y", "regather"] == 4 * blocks * Fraction(y - 1, y) * tokens * (h + f) / x

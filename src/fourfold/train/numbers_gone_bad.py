@@ -73,6 +73,7 @@ class BadNumbers(Callback):
                 usual.values = torch.tensor(values, dtype=torch.float32, device=device)
                 usual.taken = torch.tensor(int(saved["taken"]), device=device)
         self._skipped = torch.tensor(int(saved["skipped"]), device=device)
+        self._in_a_row = torch.tensor(int(saved.get("in_a_row", 0)), device=device)
 
     def on_rollback(self, trainer: Trainer) -> None:
         skipped = self._skipped
@@ -117,4 +118,5 @@ class BadNumbers(Callback):
             for name, usual in self._usual.items()
         }
         taken = int(self._usual["loss"].taken)
-        trainer.training.beside["numbers"] = {**values, "taken": taken, "skipped": int(self._skipped)}
+        counts = {"taken": taken, "skipped": int(self._skipped), "in_a_row": int(self._in_a_row)}
+        trainer.training.beside["numbers"] = values | counts
