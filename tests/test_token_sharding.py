@@ -1,5 +1,6 @@
 """Token-sharded activations: exact, no byte more, and nothing kept or computed twice."""
 
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 import fourfold as ff
 from fourfold import Grid, RankPool
@@ -330,6 +331,9 @@ def refusals(shape: Shape) -> list[str]:
     attempts.append(
         lambda: ff.parallelize(nn.Linear(4, 4), grid, roles={"": "colwise"}, activations="token-sharded")
     )
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    no_norm = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes))
+    attempts.append(lambda: ff.parallelize(no_norm, grid, activations="token-sharded"))
     messages = []
     for attempt in attempts:
         with pytest.raises(Refused) as caught:
@@ -339,10 +343,12 @@ def refusals(shape: Shape) -> list[str]:
 
 
 def test_what_cannot_be_cut_is_refused_by_name(pool: RankPool) -> None:
-    uneven, kept, curious, no_model = pool.run(refusals, 4, (1, 1, 2, 2))[0]
+    uneven, kept, curious, no_model, no_norm = pool.run(refusals, 4, (1, 1, 2, 2))[0]
     assert "x=2 does not divide the 1 * 11 = 11 tokens" in uneven
     assert "lm_head got 1 tokens" in kept
     assert "model.layers.0.self_attn" in curious
     assert "hidden_states * 2" in curious  # the line of code
     assert "Linear" in no_model
-    assert all("activations='replicated'" in message for message in (uneven, kept, curious, no_model))
+    assert re.search(r"no norm .*modeling_openai.py:\d+: for .*self\.h", no_norm)
+    for message in (uneven, kept, curious, no_model, no_norm):
+        assert "activations='replicated'" in message

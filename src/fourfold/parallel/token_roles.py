@@ -7,9 +7,12 @@ and 1/y of the samples; and where these do not divide either, on all of them on 
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 
@@ -52,19 +55,21 @@ def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Toke
     if getattr(config, "is_encoder_decoder", False):
         raise Refused(
             f"{name} has an encoder and a decoder, with other tokens each, and they are cut over x={grid.x} and y={grid.y} "
-            "for one batch of tokens only; use activations='replicated'"
+            f"for one batch of tokens only{_code(model.modules(), 'encoder')}; use activations='replicated'"
         )
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     if not any(r.word == "norm" and not any(r.name.startswith(f"{n}.") for n in lists) for r in roles):
+        owners, own = [n.rpartition(".")[0] for n in lists], [n.rpartition(".")[2] for n in lists]
         raise Refused(
             f"{name} has no norm behind its last block, at which tokens that are cut over x={grid.x} and y={grid.y} would get their "
-            "places in the batch back; use activations='replicated'"
+            f"places in the batch back{_code(map(anatomy.modules.get, owners), *own)}; use activations='replicated'"
         )
     for role in roles:
         if role.word in _NOT_BY_TOKENS:
+            parent, _, child = role.name.rpartition(".")
             raise Refused(
                 f"{role.name} has the role {role.word!r}, whose output is whole on each rank and not cut by its tokens over "
-                f"x={grid.x} and y={grid.y}; use activations='replicated'"
+                f"x={grid.x} and y={grid.y}{_code([anatomy.modules.get(parent)], child)}; use activations='replicated'"
             )
     out = TokenRoles(Tokens(grid))
     inside: dict[str, list[Role]] = {}
@@ -101,6 +106,20 @@ def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Toke
         by_samples = _inside(role, out.by_samples) and role.in_axis is None
         out.gradient_axes[role.name] = SummedBySamples(axes, out.tokens) if by_samples else axes
     return out
+
+
+def _code(owners: Iterable[nn.Module | None], *children: str) -> str:
+    """Where one of them uses one of its children: the line that stands in the way."""
+    for owner in filter(None, owners):
+        try:
+            lines, first = inspect.getsourcelines(type(owner).forward)
+        except (OSError, TypeError):  # made without a file
+            continue
+        for number, line in enumerate(lines, first):
+            if any(re.search(rf"self\.{child}\b", line) for child in children):
+                file = Path(inspect.getsourcefile(type(owner)) or "").name
+                return f" ({file}:{number}: {line.strip()})"
+    return ""
 
 
 def _why_whole(anatomy: Anatomy, parent: str, members: Sequence[Role], grid: Grid) -> str | None:
