@@ -59,9 +59,11 @@ class Daemons:
         daemons = list(self._running.values())
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
+        # A controller that cannot save its state any more would try for long; nobody will ask for it.
+        deadline_s = time.monotonic() + 5
         for daemon in daemons:
             try:
-                daemon.wait(20)
+                daemon.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
