@@ -97,7 +97,7 @@ def rows(outcomes: list[Outcome], note: str) -> Iterator[Row]:
         f"{name}: steps lost",
         f"at most {max(lost, default=0)}, {sum(lost)} in all",
         f"<= {EVERY}, the save interval",
-        bool(lost) and max(lost) <= EVERY,
+        max(lost, default=0) <= EVERY,
     )
 
 
