@@ -149,6 +149,24 @@ def test_a_fault_of_a_rank_that_is_not_there_is_refused(run_file: Path, tmp_path
         command.drill(options(tmp_path / "d"), load_run(run_file), 2, [fault], lambda c, f: 0)
 
 
+def test_a_drill_empties_only_what_a_drill_wrote(run_file: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "checkpoints/step-100/rank-0.safetensors"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("weeks of work")
+    with pytest.raises(ValueError, match=f"{tmp_path} is not empty.*give another --folder"):
+        command.drill(options(tmp_path), load_run(run_file), 1, [], lambda c, f: 1)
+    assert theirs.read_text() == "weeks of work"
+
+    drill.clear(tmp_path / "new")
+    (tmp_path / "new/01/logs").mkdir(parents=True)
+    (tmp_path / "new/ranks-01.log").write_text("of the drill before")
+    (tmp_path / "new/02").symlink_to(theirs.parent)
+    drill.clear(tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [drill.MARKER]
+    assert theirs.exists()
+    drill.clear(tmp_path / "new")  # also if nothing came of the one before
+
+
 def test_a_run_on_a_cluster_is_compared_by_its_checkpoints(
     pool: RankPool, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

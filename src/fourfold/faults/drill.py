@@ -25,6 +25,7 @@ from fourfold.train.checkpoint.state import VALUES
 from fourfold.train.metrics import read_metrics
 
 STEPS, SAVE_EVERY = 8, 2
+MARKER = ".fourfold-drill"  # a file in the folder of a drill, which may be emptied
 SLOWER = 2.0  # times a usual step, that a slow rank sleeps in each
 # Starts the ranks with these changes of the run's file and these faults; what they end with.
 Launch = Callable[[Sequence[str], Sequence[Fault]], int]
@@ -201,6 +202,18 @@ def compare(run: Path, undisturbed: Path, step: int = STEPS) -> list[str]:
 
 
 def clear(folder: Path) -> None:
-    """A drill begins anew: resumed runs of an earlier one would show nothing."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """A drill begins anew: resumed runs of an earlier one would show nothing. What no drill wrote is not its to remove."""
+    there = sorted(folder.iterdir()) if folder.exists() else []
+    if there and not (folder / MARKER).exists():
+        raise ValueError(
+            f"{folder} is not empty, and it is not of a drill on one machine ({there[0].name} is there, {MARKER} is not); give "
+            "another --folder, or remove it yourself"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    # First, and never removed: a drill that is interrupted here can begin anew.
+    (folder / MARKER).touch()
+    for path in there:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARKER:
+            path.unlink()
