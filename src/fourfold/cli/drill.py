@@ -31,7 +31,12 @@ def add_to(commands: Any) -> None:
     )
     add_file(parser)
     add_changes(parser)
-    parser.add_argument("--folder", type=Path, default=Path("drill"), help="for all that it writes (drill)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("drill"),
+        help="for all that it writes (drill); emptied at the start if a drill wrote it, and refused otherwise",
+    )
     add_ranks(parser)
     parser.add_argument("--seed", type=int, default=0, help="of which ranks and steps are disturbed (0)")
     parser.add_argument(
@@ -50,6 +55,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="the checkpoints of two runs of a cluster, disturbed and not"
     )
+    # For the ranks that a drill itself starts: the changes are all that there is to the run.
+    parser.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -58,21 +65,18 @@ def run(options: argparse.Namespace) -> int:
     from fourfold.train.config import load_run
 
     faults = [Fault.parse(text) for text in options.fault]
+    if options.compare:  # also in a step of Slurm
+        from fourfold.faults.cluster import judge
+
+        wrong, well = judge(options.folder, faults)
+        print("\n".join(wrong) or well)
+        return 1 if wrong else 0
     if is_rank():
         return _as_rank(options, faults)
-    if options.compare:
-        from fourfold.faults.drill import compare
-
-        wrong = compare(options.folder / "disturbed", options.folder / "undisturbed")
-        print("\n".join(wrong) or "the disturbed run ended as the undisturbed one did, bit for bit")
-        return 1 if wrong else 0
     from fourfold.train.start import check, local_ranks
 
     config = load_run(options.file, options.set)
-    if config.reliability.lighthouse is not None:
-        raise ValueError(
-            "a drill is of one job, and reliability.lighthouse would have it join the replicas of a run; use a file without it"
-        )
+    _refuse_replicas(config)
     ranks = local_ranks(config, options.ranks)
     check(config)
     return drill(options, config, ranks, faults, in_processes(options, ranks))
@@ -82,15 +86,13 @@ def drill(
     options: argparse.Namespace, config: RunConfig, ranks: int, faults: Sequence[Fault], launch: Launch
 ) -> int:
     """All exercises, or one for each fault that was given; a line for each."""
-    from fourfold.faults.drill import Exercise, clear, exercises
+    from fourfold.faults.drill import clear
     from fourfold.faults.drill import drill as outcomes
+    from fourfold.faults.exercise import exercise_of, exercises, refuse
 
     for fault in faults:
-        if fault.rank >= ranks:
-            raise ValueError(
-                f"{fault} is of rank {fault.rank}, and the run has {ranks} ranks, 0 to {ranks - 1}"
-            )
-    wanted = [Exercise(str(fault), fault) for fault in faults]
+        refuse(fault, ranks, config.grid.data)
+    wanted = [exercise_of(fault, options.timeout_s) for fault in faults]
     wanted = wanted or exercises(ranks, config.grid.data, options.seed, options.timeout_s)
     clear(options.folder)
     bad = 0
@@ -120,7 +122,7 @@ def in_processes(options: argparse.Namespace, ranks: int) -> Launch:
         cores = len(os.sched_getaffinity(0))
         environment = {"OMP_NUM_THREADS": str(max(1, cores // ranks))} | os.environ
         command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", "fourfold", "drill", str(options.file)]
+        command += ["-m", "fourfold", "drill", str(options.file), "--started-here"]
         command += [f"--set={change}" for change in (*options.set, *changes)]
         command += [f"--fault={fault}" for fault in faults]
         with (options.folder / f"ranks-{count:02d}.log").open("wb") as log:
@@ -130,17 +132,25 @@ def in_processes(options: argparse.Namespace, ranks: int) -> Launch:
 
 
 def _as_rank(options: argparse.Namespace, faults: Sequence[Fault]) -> int:
-    """Without the folders of a drill among the changes (on a cluster) they are these."""
-    from fourfold.faults.drill import changes_for
+    """Of a drill on this machine, or on a cluster."""
+    from fourfold.faults.cluster import begin
+    from fourfold.faults.drill import NOTES, without_trackers
     from fourfold.faults.injector import Injector
     from fourfold.train.config import load_run
     from fourfold.train.run import train
 
-    changes = list(options.set)
-    folder = options.folder / ("disturbed" if faults else "undisturbed")
-    if not any(change.startswith("checkpoints.folder=") for change in changes):
-        changes += changes_for(folder.resolve())
+    if options.started_here:
+        config = without_trackers(load_run(options.file, options.set))
+    else:
+        config = begin(options.file, options.set, options.folder, faults, options.timeout_s)
+    _refuse_replicas(config)
     # With a launcher that starts ranks again, a fault happens once.
-    config = load_run(options.file, changes)
-    done = train(config, [Injector(faults, spent=config.logging.folder / "faults")])
+    done = train(config, [Injector(faults, spent=config.logging.folder / NOTES)])
     return 0 if done else CONTINUE
+
+
+def _refuse_replicas(config: RunConfig) -> None:
+    if config.reliability.lighthouse is not None:
+        raise ValueError(
+            "a drill is of one job, and reliability.lighthouse would have it join the replicas of a run; use a file without it"
+        )

@@ -7,7 +7,6 @@ checkpoint of the undisturbed run, bit for bit.
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from fourfold.faults.exercise import SAVE_EVERY, STEPS, Exercise
 from fourfold.faults.fault import Fault
 from fourfold.faults.files import damage
 from fourfold.train.checkpoint.commit import step_name
@@ -22,29 +22,14 @@ from fourfold.train.checkpoint.folder import open_folder
 from fourfold.train.checkpoint.latest import steps
 from fourfold.train.checkpoint.manifest import find_damage, read_json, read_manifest
 from fourfold.train.checkpoint.state import VALUES
+from fourfold.train.config import RunConfig
 from fourfold.train.metrics import read_metrics
 
-STEPS, SAVE_EVERY = 8, 2
 MARKER = ".fourfold-drill"  # a file in the folder of a drill, which may be emptied
+NOTES = "faults"  # in the folder of the logs: which faults have happened
 SLOWER = 2.0  # times a usual step, that a slow rank sleeps in each
 # Starts the ranks with these changes of the run's file and these faults; what they end with.
 Launch = Callable[[Sequence[str], Sequence[Fault]], int]
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """One disturbance, and what is to come of it."""
-
-    name: str
-    fault: Fault | None
-    # Does the run go on by itself? Otherwise it is to fail, and to go on when it is started again.
-    goes_on: bool = False
-    # What its folder has to show beside that; what is wrong, in words.
-    shows: Callable[[Path, Fault], list[str]] = lambda folder, fault: []
-    # Is its end that of the undisturbed run? Not if a step was left out.
-    exact: bool = True
-    # Of the run's file, for this alone.
-    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,80 +38,6 @@ class Outcome:
     fault: str
     seconds: float
     wrong: list[str]  # nothing, if all is as it should be
-
-
-def exercises(ranks: int, replicas: int, seed: int, timeout_s: float) -> list[Exercise]:
-    """What is disturbed, on drawn ranks in drawn steps; without other ranks nobody can wait for one."""
-    choose = random.Random(seed)
-
-    def somewhere() -> tuple[int, int]:
-        return choose.randrange(ranks), choose.randint(SAVE_EVERY + 1, STEPS - 1)
-
-    def saving() -> int:
-        return choose.randrange(SAVE_EVERY * 2, STEPS, SAVE_EVERY)
-
-    found = [
-        Exercise("a rank is killed in forward", Fault("kill", "forward", *somewhere())),
-        Exercise("a rank is killed in the optimizer", Fault("kill", "optimizer", *somewhere())),
-        Exercise(
-            "a rank is killed while it writes its weights",
-            Fault("kill", "write", choose.randrange(ranks), saving(), "rank-*.safetensors"),
-        ),
-        Exercise("rank 0 is killed before a checkpoint has its name", Fault("kill", "rename", 0, saving())),
-        Exercise("the disk is full", Fault("enospc", "write", choose.randrange(ranks), saving())),
-        Exercise("a file of the newest checkpoint is damaged", None),
-    ]
-    found.append(
-        Exercise(
-            "a gradient is no number",
-            Fault("nan", "gradients", *somewhere(), seed=seed),
-            goes_on=True,
-            exact=False,
-            shows=lambda run, fault: _figure(run, "skipped_steps", 1),
-        )
-    )
-    if replicas > 1:
-        found.append(
-            Exercise(
-                "a bit of a replica's weights is flipped",
-                Fault("flip", "step", *somewhere(), seed=seed),
-                goes_on=True,
-                shows=lambda run, fault: _figure(run, "rollbacks", 1),
-            )
-        )
-    if ranks > 1:
-        found.append(Exercise("a rank is killed in a collective", Fault("kill", "collective", *somewhere())))
-        found.append(
-            Exercise(
-                "a rank is slow",
-                Fault("slow", "step", choose.randrange(ranks), 1, steps=STEPS),
-                goes_on=True,
-                shows=lambda run, fault: _figure(run, "straggler", fault.rank),
-                changes=("reliability.check_every_steps=2",),
-            )
-        )
-        found.append(
-            Exercise(
-                "a rank is stopped",
-                Fault("stop", "forward", *somewhere()),
-                shows=_names_the_stopped,
-                changes=(f"reliability.timeout_s={timeout_s:g}",),
-            )
-        )
-    return found
-
-
-def _figure(run: Path, name: str, expected: float) -> list[str]:
-    found = read_metrics(run / "logs")[-1].get(name)
-    return [] if found == expected else [f"{name} is {found} at the end, not {expected}"]
-
-
-def _names_the_stopped(run: Path, fault: Fault) -> list[str]:
-    summary = run / "logs" / "hang" / "summary.txt"
-    said = summary.read_text() if summary.exists() else "nothing"
-    return (
-        [] if f"rank {fault.rank} never arrived" in said else [f"rank {fault.rank} is not named: {said:.300}"]
-    )
 
 
 def drill(folder: Path, wanted: Sequence[Exercise], launch: Launch, *, seed: int = 0) -> Iterator[Outcome]:
@@ -160,14 +71,21 @@ def _one(run: Path, exercise: Exercise, launch: Launch, undisturbed: Path, seed:
         usual_s = median(figures["seconds"] for figures in read_metrics(undisturbed / "logs"))
         fault = replace(fault, seconds=round(max(0.2, SLOWER * usual_s), 3))
     code = launch(changes, [fault])
-    wrong = exercise.shows(run, fault)
-    if exercise.goes_on:
+    wrong = [] if fault in happened(run) else ["it never happened: no rank came to that place"]
+    wrong += exercise.expected.shows(run, fault)
+    if exercise.expected.goes_on:
         wrong += [] if code == 0 else [f"it ended with status {code}, where it should have gone on"]
     else:
         wrong += [] if code != 0 else ["it ended as if nothing had happened"]
         code = launch(changes, [])
         wrong += [] if code == 0 else [f"started again, it ended with status {code}"]
-    return wrong + (compare(run, undisturbed) if exercise.exact else [])
+    return wrong + (compare(run, undisturbed) if exercise.expected.exact else [])
+
+
+def happened(run: Path) -> list[Fault]:
+    """The faults that ranks have noted, each before it happened."""
+    notes = run / "logs" / NOTES
+    return [Fault.parse(note.name) for note in sorted(notes.iterdir())] if notes.is_dir() else []
 
 
 def changes_for(run: Path) -> list[str]:
@@ -184,6 +102,12 @@ def changes_for(run: Path) -> list[str]:
         "logging.every_steps=1",
         "logging.tensorboard=false",
     ]
+
+
+def without_trackers(config: RunConfig) -> RunConfig:
+    """A drill is no run of its user's project: nobody else hears of it. (No change of a file can say none.)"""
+    none = dict.fromkeys(("wandb_project", "mlflow_uri", "prometheus_port", "profile_steps"))
+    return config.model_copy(update={"logging": config.logging.model_copy(update=none)})
 
 
 def compare(run: Path, undisturbed: Path, step: int = STEPS) -> list[str]:
