@@ -97,11 +97,14 @@ def leave_out(values: dict[str, Any], shape: Any, action: Any, step: int) -> tup
     return stays, goes_on, seen.figures[step + 1].get("skipped_steps", -1.0)
 
 
-@pytest.mark.parametrize(("action", "step"), [("nan", 3), ("spike", AT_LEAST + 2)])
+@pytest.mark.parametrize(
+    ("shape", "action", "step"),
+    [((1, 2, 1, 2), "nan", 3), ((2, 1, 1, 2), "nan", 3), ((1, 2, 1, 2), "spike", AT_LEAST + 2)],
+)
 def test_a_bad_step_leaves_weights_and_optimizer_as_they_are_on_all_ranks(
-    pool: RankPool, values: dict[str, Any], action: str, step: int
+    pool: RankPool, values: dict[str, Any], shape: Any, action: str, step: int
 ) -> None:
-    found = pool.run(leave_out, 4, values, (1, 2, 1, 2), action, step)
+    found = pool.run(leave_out, 4, values, shape, action, step)
     assert [(stays, goes_on) for stays, goes_on, _ in found] == [(True, True)] * 4
     assert found[0][2] == 1.0
 

@@ -1,7 +1,7 @@
 """Steps whose numbers are bad leave the weights as they are, on all ranks alike; several in a row, and the run goes back.
 
-The loss and the norm of the gradient are the same on all ranks, so what follows from them is too, without a word between
-them. On CUDA all of it stays on the device; the host looks when weights are compared (`check_every_steps`).
+The loss and the norm of the gradient are the same on all ranks of a replica, so what follows from them is too, without a word
+between them; replicas tell each other. On CUDA all of it stays on the device; the host looks when weights are compared (`check_every_steps`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import sys
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.train.meter import is_logged
@@ -86,6 +87,11 @@ class BadNumbers(Callback):
         bad = torch.zeros((), dtype=torch.bool, device=loss.device)
         for name, value in values.items():
             bad = bad | self._usual[name].is_far(value)
+        if trainer.grid.data > 1:
+            # Replicas sum their gradients, so they see the same, unless a sum itself went wrong on one of them.
+            flag = bad.int()
+            trainer.grid.collectives.all_reduce(flag, "data", "check", dist.ReduceOp.MAX).wait()
+            bad = flag.bool()
         for name, value in values.items():
             self._usual[name].take(value, ~bad)
         self._skipped = self._skipped + bad
