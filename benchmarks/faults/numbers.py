@@ -35,8 +35,8 @@ Shape = tuple[int, int, int, int]
 WITHIN = 20  # steps
 SLOWER = 0.2  # of a usual step
 LONGEST = 60  # steps of a disturbed run
-# The rank's work in a step has to be more than what a scheduler of a shared machine adds to it by chance.
-SEQUENCES = {"slow": 96, "clean": 24}
+# Steps of some tenths of a second: a fifth of 20 of them has to be more than what a shared machine adds by chance.
+SEQUENCES = {"slow": 768, "clean": 768}
 WATCHERS = (BadNumbers, SameWeights, Stragglers)
 Line = tuple[int, str]  # in which step, and what was said
 

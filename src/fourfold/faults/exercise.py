@@ -10,7 +10,7 @@ from pathlib import Path
 from fourfold.faults.fault import Action, Fault
 from fourfold.train.metrics import METRICS, read_metrics
 from fourfold.train.numbers_gone_bad import AT_LEAST
-from fourfold.train.stragglers import IN_A_ROW
+from fourfold.train.stragglers import INTERVALS
 
 STEPS, SAVE_EVERY = 8, 2
 
@@ -36,7 +36,7 @@ def _went_back(run: Path, fault: Fault) -> list[str]:
 
 def _names_the_slow(run: Path, fault: Fault) -> list[str]:
     # Who is slow for less than that, or in a save, is not to be named.
-    lasts = fault.step == 0 or fault.step <= STEPS + 1 - IN_A_ROW <= STEPS < fault.step + fault.steps
+    lasts = fault.step == 0 or fault.step <= STEPS + 1 - INTERVALS <= STEPS < fault.step + fault.steps
     if not lasts or fault.at not in ("step", "forward", "gradients", "optimizer"):
         return []
     found = _at_the_end(run, "straggler")

@@ -288,8 +288,8 @@ class ReliabilitySection(Section):
         "On GPUs each waits for the device.",
     )
     straggler_factor: Annotated[float, Field(gt=1)] = Field(
-        1.15,
-        description="A rank that takes so many times as long as the others, three times in a row, is named.",
+        1.1,
+        description="A rank that takes so many times as long as the others, over three comparisons, is named.",
     )
     lighthouse: str | None = Field(
         None,

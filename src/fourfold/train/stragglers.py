@@ -7,6 +7,7 @@ ranks. With FSDP2 on CUDA its waits are not in the account, and no rank seems sl
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +19,13 @@ from fourfold.grid import AXES
 from fourfold.train.meter import is_logged
 from fourfold.train.trainer import Callback, StepResult, Trainer
 
-IN_A_ROW = 3
+INTERVALS = 3  # that are judged together
+LEAST_S = 1.0  # of them: what else a host does by chance lasts for some tenths of a second
 _RANKS = 1 << 24  # a time in microseconds and a rank in one number
 
 
 class Stragglers(Callback):
-    """Named when it is ``factor`` times as slow as the others, in three intervals in a row.
+    """Named when it is ``factor`` times as slow as the others, over the last three intervals; more, where steps are short.
 
     Steps are disturbed by whatever else a host does, and then they take longer, never shorter. So what counts for the
     slow one are its good steps, the lower quartile, and for the others their usual ones, the median.
@@ -34,11 +36,12 @@ class Stragglers(Callback):
         self._results: list[StepResult] = []  # since the last comparison, as what follows
         self._waits_s: list[float] = []
         self._before_s = 0.0
-        self._suspect, self._times = -1, 0
+        self._own_s: list[list[float]] = []  # of this rank, by interval, the newest last
+        self._intervals = INTERVALS
         self.named: dict[int, float] = {}  # rank: how many times as slow
 
     def on_start(self, trainer: Trainer) -> None:
-        self._results, self._waits_s, self._suspect = [], [], -1
+        self._results, self._waits_s, self._own_s = [], [], []
 
     def on_rollback(self, trainer: Trainer) -> None:
         self.on_start(trainer)
@@ -58,30 +61,34 @@ class Stragglers(Callback):
             return
         self._results.append(result)
         if result.step % self._every == 0:
-            own_s = own_times([r.seconds for r in self._results], self._waits_s)
+            self._own_s.append(own_times([r.seconds for r in self._results], self._waits_s))
             self._results, self._waits_s = [], []
-            self._judge(
-                trainer, result.step, *slowest(trainer, own_s[len(own_s) // 4], own_s[len(own_s) // 2])
-            )
+            self._compare(trainer, result.step)
         if trainer.is_first and is_logged(trainer, result.step) and self.named:
             result.figures["straggler"] = float(max(self.named, key=lambda rank: self.named[rank]))
 
+    def _compare(self, trainer: Trainer, step: int) -> None:
+        own_s = sorted(second for interval in self._own_s for second in interval)
+        rank, longest_s, others_s = slowest(trainer, own_s[len(own_s) // 4], own_s[len(own_s) // 2])
+        # From here on of numbers that all ranks know, so that they agree.
+        if len(self._own_s) >= self._intervals:
+            self._judge(trainer, step, rank, longest_s, others_s)
+        self._intervals = max(INTERVALS, math.ceil(LEAST_S / max(longest_s * self._every, 1e-6)))
+        self._own_s = self._own_s[1 - self._intervals :]
+
     def _judge(self, trainer: Trainer, step: int, rank: int, longest_s: float, others_s: float) -> None:
-        is_slow = longest_s > self._factor * others_s
-        self._times = self._times + 1 if is_slow and rank == self._suspect else 1
-        self._suspect = rank if is_slow else -1
-        if is_slow and self._times >= IN_A_ROW:
-            times = longest_s / max(others_s, 1e-9)
-            if rank not in self.named and trainer.is_first:
-                print(
-                    f"step {step}: rank {rank} is slow: {longest_s:.3g} s of its own in a step, {times:.2f} times the mean of "
-                    f"the others ({others_s:.3g} s); all wait for it",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            self.named[rank] = times
-        elif not is_slow:
+        if longest_s <= self._factor * others_s:
             self.named.clear()
+            return
+        times = longest_s / max(others_s, 1e-9)
+        if rank not in self.named and trainer.is_first:
+            print(
+                f"step {step}: rank {rank} is slow: {longest_s:.3g} s of its own in a step, {times:.2f} times the mean of "
+                f"the others ({others_s:.3g} s); all wait for it",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.named[rank] = times
 
 
 def own_times(steps_s: list[float], waits_s: list[float]) -> list[float]:
