@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, OpenAIG
 import fourfold as ff
 from fourfold import Grid, RankPool
 from fourfold.parallel.refused import Refused
+from fourfold.parallel.weights import local_weight
 from fourfold.selftest import OVERLAP, Errors, train_on
 from tests.models import (
     VOCABULARY,
@@ -208,9 +209,8 @@ def test_no_byte_more_of_activations_is_sent(
         assert {purpose for _, purpose in again} - usual == shared | {"regather"}
         tokens, h, f, blocks = 8 * 16 // z, 64, 64, 2
         if kind == "llama":
-            # A norm's weight is used for other tokens on each x rank: its gradient is summed, in a ring, for each half.
-            halves = 2
-            norms = halves * 4 * (2 * blocks + 1) * 2 * Fraction(x - 1, x) * h / y
+            # A norm's weight is used for other tokens on each x rank: its gradient is summed, in a ring, once for both halves.
+            norms = 4 * (2 * blocks + 1) * 2 * Fraction(x - 1, x) * h / y
             for sent in (kept, again):
                 assert sent["x", "replica"] - replicated.get(("x", "replica"), 0) == norms
                 assert ("y", "replica") not in sent
@@ -340,6 +340,23 @@ def refusals(shape: Shape) -> list[str]:
             attempt()
         messages.append(str(caught.value))
     return messages
+
+
+def used_twice() -> str:
+    """A norm's weight, of whose gradient each x rank has a part, is read as if each had all of it."""
+    grid = Grid.create((1, 1, 1, 2))
+    model, _ = prepare(grid, "llama")
+    model(input_ids=batch(2, 12)[0])
+    with pytest.raises(Refused) as caught:
+        local_weight(model.model.norm, "weight")
+    return str(caught.value)
+
+
+def test_a_weight_whose_uses_do_not_agree_is_refused(pool: RankPool) -> None:
+    said = pool.run(used_twice, 2)[0]
+    assert "model.norm.weight is used twice" in said
+    assert "('x',)" in said
+    assert "weights='fsdp2'" in said
 
 
 def test_what_cannot_be_cut_is_refused_by_name(pool: RankPool) -> None:

@@ -35,9 +35,9 @@ def test_a_lost_replica_costs_the_other_no_step() -> None:
     assert found.lost == 0
     assert found.stall_s < 10.0, "the time-out of 20 s was waited for, or half of it"
     assert found.is_equal
-    # Also the numbers are those of the plain grid: two replicas add up to the same in any order.
-    assert found.is_undisturbed
-    assert found.loss_apart < 1e-5
+    # Also the numbers are those of the plain grid, up to the order of sums: of a norm's gradient, a replica that is alone adds
+    # up its halves of the batch before its x ranks, and two replicas their x ranks before each other.
+    assert found.loss_apart < 1e-6
 
 
 def test_the_lighthouse_is_the_documented_one() -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -34,9 +35,9 @@ from fourfold.parallel.collectives import Pending
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.random import Dropout
 from fourfold.parallel.sharded_linear import own_biases, own_columns, sharded_linear
-from fourfold.parallel.sums import InFlight, await_gradient, sum_backward
+from fourfold.parallel.sums import NO_PARTS, GradientAxes, InFlight, await_gradient, sum_backward
 from fourfold.parallel.tokens import Cuts, Tokens
-from fourfold.parallel.weights import local_weight
+from fourfold.parallel.weights import summed_weight
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -269,16 +270,15 @@ class Linear4D(nn.Module):
         self._biases = [key for key in parameters if key.startswith("bias")]
         group.members.append(self)
 
-    def local(self, kind: str) -> list[Tensor]:
-        """This rank's blocks of the weights, or of the biases."""
+    def local(self, kind: str, axes: GradientAxes = NO_PARTS) -> list[Tensor]:
+        """This rank's blocks of the weights, or of the biases; their gradients are summed over ``axes``."""
+        if self._kept_rows is not None:
+            # Each x rank uses, and has the gradient of, other rows of the same replicated weight.
+            axes = replace(axes, parts=(*axes.parts, "x"))
         blocks = []
         for key in self._weights if kind == "weight" else self._biases:
-            block = local_weight(self, key, by_sibling=True)
-            if self._kept_rows is not None:
-                # Each x rank uses, and has the gradient of, other rows of the same replicated weight.
-                block = sum_backward(block, self.group.grid.collectives, "x", "replica", self.name)
-                block = block[self._kept_rows]
-            blocks.append(block)
+            block = summed_weight(self, key, axes, self.group.grid, self.name, by_sibling=True)
+            blocks.append(block if self._kept_rows is None else block[self._kept_rows])
         return blocks
 
     def cuts_now(self) -> Cuts:

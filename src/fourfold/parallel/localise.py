@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fourfold.grid import Axis, Grid
+from fourfold.grid import Grid
 from fourfold.parallel.anatomy import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES
 from fourfold.parallel.families import Family
 from fourfold.parallel.forward import Inside
 from fourfold.parallel.refused import Refused
-from fourfold.parallel.sums import sum_backward
-from fourfold.parallel.weights import local_weight
+from fourfold.parallel.sums import GradientAxes, sum_backward
+from fourfold.parallel.weights import summed_weight
 
 
 def show_local_parameters(
-    module: nn.Module, gradient_sum: Mapping[str, Iterable[Axis]], grid: Grid, inside: Inside
+    module: nn.Module,
+    gradient_sum: Mapping[str, Callable[[], GradientAxes]],
+    grid: Grid,
+    inside: Inside,
+    name: str,
 ) -> None:
     """Let the model's own code read plain local tensors where the module's parameters are DTensors.
 
@@ -29,16 +33,13 @@ def show_local_parameters(
 
     cls = type(module)
 
-    def reader(key: str, axes: Iterable[Axis]) -> property:
+    def reader(key: str, axes: Callable[[], GradientAxes]) -> property:
         def read(self: nn.Module) -> Tensor | None:
             parameter = self._parameters[key]
             # Outside forward (FSDP2, the optimizer, a state dict) the parameter is what it is.
             if not isinstance(parameter, DTensor) or not inside:
                 return parameter
-            block = local_weight(self, key)
-            for axis in axes:
-                block = sum_backward(block, grid.collectives, axis, "replica")
-            return block
+            return summed_weight(self, key, axes(), grid, name)
 
         return property(read)
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fourfold.grid import Axis, Grid
-from fourfold.parallel.sums import sum_backward, sum_both
+from fourfold.parallel.sums import GradientAxes, sum_both
 from fourfold.parallel.tokens import Tokens
-from fourfold.parallel.weights import local_weight
+from fourfold.parallel.weights import summed_weight
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
 _USUAL_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried where a module does not state its own
@@ -74,7 +74,7 @@ class Norm4D(nn.Module):
         grid: Grid,
         axis: Axis,
         *,
-        gradient_axes: Iterable[Axis] = (),
+        gradient_axes: Callable[[], GradientAxes] = GradientAxes,
         tokens: Tokens | None = None,
     ) -> None:
         super().__init__()
@@ -99,10 +99,7 @@ class Norm4D(nn.Module):
         return out if self._tokens is None else self._tokens.placed(out)
 
     def _local(self, key: str) -> Tensor:
-        block = local_weight(self, key)
-        for axis in self._gradient_axes:
-            block = sum_backward(block, self.grid.collectives, axis, "replica", self.name)
-        return block
+        return summed_weight(self, key, self._gradient_axes(), self.grid, self.name)
 
     def _total(self, part: Tensor) -> Tensor:
         return sum_both(part, self.grid.collectives, self.axis, "norm", self.name)

@@ -32,10 +32,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from fourfold.grid import Axis
 from fourfold.parallel.collectives import Pending
 from fourfold.parallel.refused import Refused
 from fourfold.parallel.sharded_call import Call, multiply, pieces
-from fourfold.parallel.sums import await_gradient, sum_backward
+from fourfold.parallel.sums import GradientAxes, await_gradient, sum_backward
 from fourfold.parallel.tokens import Cut, Cuts, StandIn
 
 if TYPE_CHECKING:
@@ -197,11 +198,13 @@ def _checked(group: SiblingGroup, input: Tensor, enter: Cut, name: str) -> Tenso
 
 def own_biases(member: Linear4D, cuts: Cuts) -> list[Tensor]:
     """Each rank of ``in_axis`` adds them to other tokens or, a part of them, to its own features."""
-    group, biases = member.group, member.local("bias")
+    grid, axis = member.group.grid, member.group.in_axis
+    over: tuple[Axis, ...] = () if axis is None else (axis,)
+    assert member.cuts is not None
     if cuts.leave == "whole":
-        return biases
-    grid, axis = group.grid, group.in_axis
-    biases = [sum_backward(b, grid.collectives, axis, "replica", member.name) for b in biases]
+        # With samples that divide they would be added to those of a y rank.
+        return member.local("bias", GradientAxes(whole=over if member.cuts.by_samples else ()))
+    biases = member.local("bias", GradientAxes(parts=over))
     if cuts.leave == "features":
         biases = [b.chunk(grid.size(axis))[grid.coordinate(axis)] for b in biases]
     return biases

@@ -6,7 +6,8 @@ memory is given back. Backward asks for it again, before the gradient of the mod
     gather      The order in which weights are read is recorded in the first step, forward and backward (a recomputed
                 forward included). From then on the next ones are gathered while this one is in use.
     scatter     A weight's gradient, once complete, goes into a reduce-scatter over z; the all-reduce of the result over
-                data starts one block later. They are waited for at the end of backward.
+                data starts one block later. They are waited for at the end of backward. Where x or y ranks have parts
+                of it, these are summed first, behind the rest of the block.
 
 Each weight has a collective of its own, straight from the shard into the block and from the gradient into the shard's
 gradient: no copy where the rows divide by z. Small ones (norms, biases) share one collective each way.
@@ -27,10 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fourfold.grid import Grid
+from fourfold.grid import Axis, Grid
 from fourfold.parallel.collectives import Pending
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.streamed_weight import StreamedWeight, largest_block_bytes, shard_parameters
+from fourfold.parallel.sums import NO_PARTS, GradientAxes
 
 
 class StreamedWeights:
@@ -63,8 +65,9 @@ class StreamedWeights:
         self._in_forward = self._in_backward = False
         # Modules whose forward is under way.
         self._entered: Counter[nn.Module] = Counter()
-        # Gradients on their way: over z, and then over data.
+        # Gradients on their way: parts over x and y, then over z, and then over data.
         self._sends_gradients = True
+        self._summing: deque[_Gradient] = deque()
         self._scattering: deque[_Gradient] = deque()
         self._arrived: list[_Gradient] = []
         self._last_block = -2
@@ -91,8 +94,18 @@ class StreamedWeights:
 
     # -- what a model reads -----------------------------------------------------------------------------------------
 
-    def read(self, module: nn.Module, key: str, *, by_sibling: bool = False) -> Tensor:
-        """This rank's block of a parameter, whole over z, for the work of this moment."""
+    def read(
+        self,
+        module: nn.Module,
+        key: str,
+        *,
+        by_sibling: bool = False,
+        axes: GradientAxes = NO_PARTS,
+    ) -> Tensor:
+        """This rank's block of a parameter, whole over z, for the work of this moment.
+
+        The gradients of several ranks are parts of a sum over ``axes``.
+        """
         weight = self._by_place[module, key]
         if not weight.is_alias:
             if weight.is_small:
@@ -101,7 +114,14 @@ class StreamedWeights:
                 self._need(weight)
                 # Who reads another module's weight has no hook that asks for it in backward: it has to stay.
                 weight.is_read_elsewhere |= not by_sibling and not self._entered[module]
-        return weight.block()
+        weight.set_sum_over(axes)
+        block = weight.block()
+        differentiated = block.requires_grad and torch.is_grad_enabled()
+        if differentiated and any(self._grid.coordinate(axis) for axis in axes.whole):
+            # All of the gradient comes from the first rank of the axis: what is added up is parts of a sum.
+            block = block.view_as(block)
+            block.register_hook(torch.zeros_like)
+        return block
 
     # -- gathering: ahead of use, in the recorded order -------------------------------------------------------------
 
@@ -268,10 +288,32 @@ class StreamedWeights:
             self._arrived.append(_Gradient(weight, gradient))  # all together, at the end
             return
         if weight.block_index != self._last_block:
-            # The reduce-scatters of the block before had a block's time: its all-reduces over data can start.
+            # What the block before has under way had a block's time: what follows it can start.
             self._reduce_over_data()
+            self._scatter_sums()
             self._last_block = weight.block_index
-        self._scatter(_Gradient(weight, gradient))
+        item = _Gradient(weight, gradient)
+        if not weight.sum_over:
+            self._scatter(item)
+            return
+        item.tensor = gradient.contiguous()
+        item.pending = self._sum_parts(item.tensor, weight.sum_over, weight.name)
+        self._summing.append(item)
+        if not self._overlap.gradients:
+            self._scatter_sums()
+
+    def _sum_parts(self, parts: Tensor, axes: Sequence[Axis], name: str) -> Pending:
+        pending = Pending()
+        for axis in axes:
+            pending.wait()
+            pending = self._collectives.all_reduce(parts, axis, "replica", module=name)
+        return pending
+
+    def _scatter_sums(self) -> None:
+        while self._summing:
+            item = self._summing.popleft()
+            item.pending.wait()
+            self._scatter(item)
 
     def _scatter(self, item: _Gradient) -> None:
         weight, collectives = item.weight, self._collectives
@@ -313,6 +355,7 @@ class StreamedWeights:
         self._arrived.append(item)
 
     def _after_backward(self) -> None:
+        self._scatter_sums()
         small = [item for item in self._arrived if item.weight.is_small]
         self._arrived = [item for item in self._arrived if not item.weight.is_small]
         if small:
@@ -328,11 +371,16 @@ class StreamedWeights:
         self._start_over()
 
     def _scatter_small(self, items: list[_Gradient]) -> _Gradient:
-        """The gradients of all small weights in one collective over z and one over data."""
-        z = self._grid.z
+        """The gradients of all small weights in one collective over z and one over data; and one for parts of each kind."""
+        z, name = self._grid.z, "small weights"
+        for axes in sorted({i.weight.sum_over for i in items if i.weight.sum_over}):
+            parts = [i for i in items if i.weight.sum_over == axes]
+            flat = torch.cat([i.tensor.reshape(-1) for i in parts])
+            self._sum_parts(flat, axes, name).wait()
+            for item, total in zip(parts, flat.split([i.tensor.numel() for i in parts]), strict=True):
+                item.tensor = total.view(item.tensor.shape)
         by_rank = torch.cat([i.weight.pad_rows(i.tensor).reshape(z, -1) for i in items], dim=1)
         shards = by_rank.new_empty(by_rank.shape[1])
-        name = "small weights"
         self._collectives.reduce_scatter(shards, by_rank, "z", "gradient", module=name).wait()
         pending = self._collectives.all_reduce(shards, "data", "gradient", module=name)
         return _Gradient(items[0].weight, shards, pending, [i.weight for i in items])
@@ -350,8 +398,9 @@ class StreamedWeights:
     def _start_over(self) -> None:
         """Nothing is gathered, nothing in flight: what a step begins with, also after one that failed."""
         self._release_all()
-        for item in (*self._scattering, *self._arrived):
+        for item in (*self._summing, *self._scattering, *self._arrived):
             item.pending.wait()
+        self._summing.clear()
         self._scattering.clear()
         self._arrived.clear()
         self._in_backward = self._in_forward = False

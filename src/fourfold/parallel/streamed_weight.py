@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fourfold.grid import AXES, Axis, Grid
 from fourfold.parallel.collectives import Pending
 from fourfold.parallel.refused import Refused
+from fourfold.parallel.sums import GradientAxes
 
 
 class StreamedWeight:
@@ -45,6 +46,8 @@ class StreamedWeight:
         self.is_alias = grid.z == 1 and dtype == torch.float32
         # Who is told when its gradient of a backward is complete.
         self.on_gradient: Callable[[StreamedWeight], None]
+        # Over which axes ranks have parts of its gradient; known when it is read.
+        self.sum_over: tuple[Axis, ...] | None = None
         self.pending: Pending | None = None
         # Since it was gathered: how many lanes its module has served, and whether others have read it.
         self.passes = 0
@@ -64,6 +67,17 @@ class StreamedWeight:
     def shard(self) -> Tensor:
         # `to_local()` would put a node into the graph; FSDP2 reads the same attribute (torch 2.13.0).
         return cast(DTensor, self.parameter)._local_tensor.detach()
+
+    def set_sum_over(self, axes: GradientAxes) -> None:
+        """Each rank has a part of the gradient over these."""
+        both = {*axes.parts, *axes.whole}
+        found = tuple(axis for axis in AXES if axis in both and self._collectives.size(axis) > 1)
+        if self.sum_over is not None and found != self.sum_over:
+            raise Refused(
+                f"{self.name} is used twice, with gradients that are sums over {self.sum_over} and over {found}; untie it, or "
+                "use weights='fsdp2'"
+            )
+        self.sum_over = found
 
     # -- the block's memory -------------------------------------------------------------------------------------------
 

@@ -20,6 +20,20 @@ class InFlight:
     input_gradient: Pending | None = None
 
 
+@dataclass(frozen=True)
+class GradientAxes:
+    """Of a parameter that several ranks use: the axes over which each of them has a part of its gradient.
+
+    Over those of ``whole`` each has all of it, in this batch, but a part in batches of another shape.
+    """
+
+    parts: tuple[Axis, ...] = ()
+    whole: tuple[Axis, ...] = ()
+
+
+NO_PARTS = GradientAxes()
+
+
 class _GradientArrived(torch.autograd.Function):
     """Stands before an operation, so after it in backward: there the gradient of its input has to be complete.
 

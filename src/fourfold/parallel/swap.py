@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from fourfold.parallel.random import Dropout
 from fourfold.parallel.refused import Refused
 from fourfold.parallel.report import describe
 from fourfold.parallel.roles import Role, family_of, matches
+from fourfold.parallel.sums import GradientAxes
 from fourfold.parallel.token_roles import TokenRoles, head_parts
 from fourfold.parallel.tokens import stand_in_for_input
 
@@ -209,15 +211,17 @@ class _Swap:
             tokens=self.tokens if outside else None,
         )
 
-    def _gradient_axes(self, role: Role) -> Iterable[Axis]:
+    def _gradient_axes(self, role: Role) -> Callable[[], GradientAxes]:
         """Over which axes the ranks' gradients of a parameter are parts of a sum."""
         if self.token_roles is not None:
             return self.token_roles.gradient_axes[role.name]
-        return ("x",) if role.word == "replicated_with_grad_allreduce" and self.grid.x > 1 else ()
+        return functools.partial(
+            GradientAxes, ("x",) if role.word == "replicated_with_grad_allreduce" else ()
+        )
 
     def _keep(self, role: Role, module: nn.Module, keys: list[str]) -> None:
         """The module stays what it is and sees its rank's part of these parameters."""
-        summed: dict[str, Iterable[Axis]] = {}
+        summed: dict[str, Callable[[], GradientAxes]] = {}
         prefix = role.name if self._find(role.name)[1] is None else role.name.rpartition(".")[0]
         for key in keys:
             source = module._parameters[key]
@@ -231,7 +235,7 @@ class _Swap:
             name = f"{prefix}.{key}" if prefix else key
             layout = Layout.whole(name, source, cuts)
             module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
-        show_local_parameters(module, summed, self.grid, self.inside)
+        show_local_parameters(module, summed, self.grid, self.inside, role.name)
 
     def _heads(self, roles: list[Role]) -> None:
         """Attention modules learn how many heads are theirs."""

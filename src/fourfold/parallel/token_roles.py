@@ -7,10 +7,11 @@ and 1/y of the samples; and where these do not divide either, on all of them on 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fourfold.grid import Axis, Grid
 from fourfold.parallel.anatomy import Anatomy, linear_shape
 from fourfold.parallel.refused import Refused
 from fourfold.parallel.roles import SEPARATE_KV, Role, family_of
+from fourfold.parallel.sums import GradientAxes
 from fourfold.parallel.tokens import Cuts, SummedBySamples, Tokens
 
 _NOT_BY_TOKENS = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
@@ -33,7 +35,7 @@ class TokenRoles:
     # Linears by name.
     cuts: dict[str, Cuts] = field(default_factory=dict)
     # Over which axes the gradient of a parameter is a sum of the ranks' parts, by the module or parameter of its role.
-    gradient_axes: dict[str, Iterable[Axis]] = field(default_factory=dict)
+    gradient_axes: dict[str, Callable[[], GradientAxes]] = field(default_factory=dict)
     # Attention modules whose heads are cut over y as well.
     by_heads: set[str] = field(default_factory=set)
     # And those whose samples are, in a batch where they divide.
@@ -104,7 +106,9 @@ def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Toke
             out.cuts[role.name] = _cuts(role, anatomy, out, grid)
         axes = tuple(a for a in _gradient_axes(role, out) if grid.size(a) > 1)
         by_samples = _inside(role, out.by_samples) and role.in_axis is None
-        out.gradient_axes[role.name] = SummedBySamples(axes, out.tokens) if by_samples else axes
+        out.gradient_axes[role.name] = (
+            SummedBySamples(axes, out.tokens) if by_samples else functools.partial(GradientAxes, axes)
+        )
     return out
 
 

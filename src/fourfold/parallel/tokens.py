@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fourfold.grid import Axis, Grid
 from fourfold.parallel.collectives import Collectives
 from fourfold.parallel.refused import Refused
+from fourfold.parallel.sums import GradientAxes
 
 # How they are cut; and what is asked for: "auto" cuts them by their tokens too, where the model's code allows it.
 Activations = Literal["replicated", "token-sharded"]
@@ -135,10 +136,10 @@ class SummedBySamples:
     def __init__(self, axes: tuple[Axis, ...], tokens: Tokens) -> None:
         self._axes, self._tokens = axes, tokens
 
-    def __iter__(self) -> Iterator[Axis]:
-        yield from self._axes
+    def __call__(self) -> GradientAxes:
         if self._tokens.by_samples:
-            yield "y"
+            return GradientAxes(parts=(*self._axes, "y"))
+        return GradientAxes(self._axes, whole=("y",))
 
 
 class _Placed(torch.autograd.Function):

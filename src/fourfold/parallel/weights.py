@@ -20,6 +20,7 @@ from fourfold.grid import Grid
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.refused import Refused
 from fourfold.parallel.streamed import StreamedWeights
+from fourfold.parallel.sums import GradientAxes, sum_backward
 
 Precision = Literal["fp32", "bf16"]
 Weights = Literal["auto", "fsdp2", "streamed"]
@@ -34,6 +35,19 @@ def local_weight(module: nn.Module, key: str, *, by_sibling: bool = False) -> Te
     if streamed is not None:
         return cast(StreamedWeights, streamed).read(module, key, by_sibling=by_sibling)
     return cast(DTensor, module._parameters[key]).to_local()
+
+
+def summed_weight(
+    module: nn.Module, key: str, axes: GradientAxes, grid: Grid, name: str, *, by_sibling: bool = False
+) -> Tensor:
+    """The same, where other ranks use it for other tokens, heads or rows: their gradients are summed over ``axes``."""
+    streamed = module.__dict__.get("_streamed")
+    if streamed is not None:
+        return cast(StreamedWeights, streamed).read(module, key, by_sibling=by_sibling, axes=axes)
+    block = local_weight(module, key)
+    for axis in axes.parts:
+        block = sum_backward(block, grid.collectives, axis, "replica", name)
+    return block
 
 
 def is_streamed(model: nn.Module) -> bool:

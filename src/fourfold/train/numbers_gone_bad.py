@@ -1,7 +1,8 @@
 """Steps whose numbers are bad leave the weights as they are, on all ranks alike; several in a row, and the run goes back.
 
-The loss and the norm of the gradient are the same on all ranks of a replica, so what follows from them is too, without a word
-between them; replicas tell each other. On CUDA all of it stays on the device; the host looks when weights are compared (`check_every_steps`).
+The loss and the norm of the gradient are the same on all ranks of a replica, so what follows from them is too, without a
+word between them; replicas tell each other. On CUDA all of it stays on the device; the host looks when weights are
+compared (`check_every_steps`).
 """
 
 from __future__ import annotations
