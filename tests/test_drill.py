@@ -117,7 +117,7 @@ SOME = (
 def test_the_exercises_of_a_drill_come_out_right(pool: RankPool, run_file: Path, tmp_path: Path) -> None:
     wanted = [e for e in exercises(2, 2, 3, 5.0) if e.name in SOME]
     assert len(wanted) == len(SOME)
-    # Of a replica whose figures nobody writes down: both go back.
+    # Seen by a replica whose figures nobody writes down: both leave the step out.
     given = ["spike:at=gradients,rank=1,step=22", "nan:at=gradients,rank=1,step=3"]
     wanted += [exercise_of(Fault.parse(text), 5.0) for text in given]
     outcomes = list(drill.drill(tmp_path, wanted, launch_on(pool, run_file, (2, 1, 1, 1)), seed=3))

@@ -33,15 +33,11 @@ def test_hostile_files_run_nothing_reach_nothing_and_take_no_memory(
         assert row.holds != broken, row
 
 
-# Beside other tests a rank is slow by chance; the benchmark, alone on its machine, has the default.
-BESIDE_OTHERS = ("reliability.straggler_factor=4",)
-
-
 def test_clean_steps_raise_no_alarm(pool: RankPool, tmp_path: Path) -> None:
-    assert numbers.clean(pool, tmp_path, 60, BESIDE_OTHERS) == []
+    assert numbers.clean(pool, tmp_path, 60) == []
 
 
 @pytest.mark.parametrize(("broken", "within"), [(False, True), (True, False)])
 def test_a_flipped_bit_is_named_in_time(pool: RankPool, tmp_path: Path, broken: bool, within: bool) -> None:
-    found = numbers.disturbed(pool, tmp_path, (3, 1, 1, 1), "flip", 0, broken, BESIDE_OTHERS)
+    found = numbers.disturbed(pool, tmp_path, (3, 1, 1, 1), "flip", 0, broken)
     assert (found is not None and found <= numbers.WITHIN) == within

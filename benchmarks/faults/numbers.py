@@ -81,7 +81,6 @@ def disturbed(
     action: Any,
     seed: int,
     broken: bool,
-    changes: Sequence[str] = (),
 ) -> int | None:
     """In how many steps the fault was found and named; None if it never was."""
     ranks, choose = dist_size(shape), random.Random(f"{action} {seed}")
@@ -99,15 +98,15 @@ def disturbed(
         on = [rank] if action == "nan" else range(ranks)
         faults = [Fault(action, "gradients", r, step, seed=seed) for r in on]
         named = rf"step {step} left the weights as they are"
-    lines = pool.run(train, ranks, str(file), shape, faults, LONGEST, broken, changes, timeout_s=600)[0]
+    lines = pool.run(train, ranks, str(file), shape, faults, LONGEST, broken, timeout_s=600)[0]
     wrong = [text for at, text in lines if at < step]
     found = [at for at, text in lines if at >= step and re.search(named, text)]
     return found[0] - step if found and not wrong else None
 
 
-def clean(pool: RankPool, folder: Path, steps: int, changes: Sequence[str] = ()) -> list[Line]:
+def clean(pool: RankPool, folder: Path, steps: int) -> list[Line]:
     file = traced_run.write(folder, sequences=SEQUENCES["clean"])
-    return pool.run(train, 2, str(file), (2, 1, 1, 1), [], steps, False, changes, timeout_s=1800)[0]
+    return pool.run(train, 2, str(file), (2, 1, 1, 1), [], steps, False, timeout_s=1800)[0]
 
 
 def dist_size(shape: Shape) -> int:
@@ -140,12 +139,10 @@ class Listen(Callback):
         self._said.truncate()
 
 
-def train(
-    file: str, shape: Shape, faults: Sequence[Fault], steps: int, broken: bool, changes: Sequence[str]
-) -> list[Line]:
+def train(file: str, shape: Shape, faults: Sequence[Fault], steps: int, broken: bool) -> list[Line]:
     grid = [f"grid.{axis}={size}" for axis, size in zip(("data", "z", "y", "x"), shape, strict=True)]
     saves = any(fault.action == "flip" for fault in faults)
-    config = load_run(Path(file), [*grid, f"schedule.steps={steps}", "checkpoints.every_steps=10", *changes])
+    config = load_run(Path(file), [*grid, f"schedule.steps={steps}", "checkpoints.every_steps=10"])
     watchers = [] if broken else [c for c in callbacks_of(config) if isinstance(c, WATCHERS)]
     assert broken or {type(watcher) for watcher in watchers} == set(WATCHERS)
     with redirect_stderr(StringIO()) as said:

@@ -28,7 +28,7 @@ class Stragglers(Callback):
     """Named when it is ``factor`` times as slow as the others, over the last three intervals; more, where steps are short.
 
     Steps are disturbed by whatever else a host does, and then they take longer, never shorter. So what counts for the
-    slow one are its good steps, the lower quartile, and for the others their usual ones, the median.
+    slow one are its good steps, the lower quartile, and for the others those that were disturbed, the upper one.
     """
 
     def __init__(self, every_steps: int, factor: float) -> None:
@@ -69,7 +69,7 @@ class Stragglers(Callback):
 
     def _compare(self, trainer: Trainer, step: int) -> None:
         own_s = sorted(second for interval in self._own_s for second in interval)
-        rank, longest_s, others_s = slowest(trainer, own_s[len(own_s) // 4], own_s[len(own_s) // 2])
+        rank, longest_s, others_s = slowest(trainer, own_s[len(own_s) // 4], own_s[3 * len(own_s) // 4])
         # From here on of numbers that all ranks know, so that they agree.
         if len(self._own_s) >= self._intervals:
             self._judge(trainer, step, rank, longest_s, others_s)
@@ -83,8 +83,8 @@ class Stragglers(Callback):
         times = longest_s / max(others_s, 1e-9)
         if rank not in self.named and trainer.is_first:
             print(
-                f"step {step}: rank {rank} is slow: {longest_s:.3g} s of its own in a step, {times:.2f} times the mean of "
-                f"the others ({others_s:.3g} s); all wait for it",
+                f"step {step}: rank {rank} is slow: {longest_s:.3g} s of its own in a good step, {times:.2f} times what the "
+                f"others need in a bad one ({others_s:.3g} s); all wait for it",
                 file=sys.stderr,
                 flush=True,
             )
@@ -98,14 +98,14 @@ def own_times(steps_s: list[float], waits_s: list[float]) -> list[float]:
     return sorted(max(0.0, step_s - wait_s) for step_s, wait_s in zip(steps_s, waits_s, strict=True))
 
 
-def slowest(trainer: Trainer, good_s: float, usual_s: float) -> tuple[int, float, float]:
-    """(the rank whose good steps are the longest, their time, the usual time of all others)."""
+def slowest(trainer: Trainer, good_s: float, disturbed_s: float) -> tuple[int, float, float]:
+    """(the rank whose good steps are the longest, their time, the mean time of the others' disturbed ones)."""
     grid, ranks = trainer.grid, dist.get_world_size()
     longest = torch.tensor([round(good_s * 1e6) * _RANKS + dist.get_rank()], device=grid.device)
     for axis in AXES:
         grid.collectives.all_reduce(longest, axis, "check", dist.ReduceOp.MAX).wait()
     longest_micros, rank = divmod(int(longest), _RANKS)
-    total = torch.tensor([0 if rank == dist.get_rank() else round(usual_s * 1e6)], device=grid.device)
+    total = torch.tensor([0 if rank == dist.get_rank() else round(disturbed_s * 1e6)], device=grid.device)
     for axis in AXES:
         grid.collectives.all_reduce(total, axis, "check").wait()
     return rank, longest_micros / 1e6, int(total) / 1e6 / max(1, ranks - 1)
