@@ -11,6 +11,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXJapaneseConfig,
+    GPTNeoXJapaneseForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -47,6 +49,11 @@ GPT2_LIKE = COMMON | {
 MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, LLAMA_LIKE),
     "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2_LIKE),
+    "gpt_neox_japanese": (
+        GPTNeoXJapaneseForCausalLM,
+        GPTNeoXJapaneseConfig,
+        COMMON | {"intermediate_multiple_size": 2, "max_position_embeddings": 64, "attention_dropout": 0.0},
+    ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA_LIKE),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, LLAMA_LIKE | {"head_dim": 8}),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, LLAMA_LIKE | {"head_dim": 8, "attn_implementation": "eager"}),

@@ -228,8 +228,9 @@ def test_what_is_no_setting_is_refused_by_name(name: str, value: object) -> None
         ff.Overlap(**{name: value})  # type: ignore[arg-type]
 
 
-def notes_of(weights: str, overlap: ff.Overlap) -> list[str]:
-    report = ff.parallelize(build("llama"), Grid.create((1, 2, 1, 1)), weights=weights, overlap=overlap)
+def notes_of(weights: str, overlap: ff.Overlap, **options: Any) -> list[str]:
+    grid = Grid.create(options.pop("shape", (1, 2, 1, 1)))
+    report = ff.parallelize(build("llama"), grid, weights=weights, overlap=overlap, **options)
     return [note for note in report.notes if "no effect" in note]
 
 
@@ -239,3 +240,7 @@ def test_a_setting_without_effect_is_reported(pool: RankPool) -> None:
     assert "Overlap(keep_bytes=1073741824) has no effect with fsdp2 weights" in note
     assert pool.run(notes_of, 2, "streamed", asked)[0] == []
     assert pool.run(notes_of, 2, "fsdp2", ff.Overlap())[0] == []
+    again, on_x = ff.Overlap(keep_inputs=False), {"shape": (1, 1, 1, 2)}
+    assert pool.run(notes_of, 2, "streamed", again, **on_x)[0] == []
+    (note,) = pool.run(notes_of, 2, "streamed", again, **on_x, activations="replicated")[0]
+    assert "Overlap(keep_inputs=False) has no effect with replicated activations" in note

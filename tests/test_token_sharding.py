@@ -68,7 +68,7 @@ def prepare(grid: Grid, kind: str, changes: dict[str, Any] | None = None, **opti
 
 
 def accumulate(shape: Shape, kind: str, changes: dict[str, Any]) -> tuple[str, ...]:
-    """Two micro-batches of other sizes, both forwards before both backwards; three samples do not divide over y."""
+    """Two micro-batches of other sizes, both forwards before the first backward; three samples do not divide over y."""
     grid = Grid.create(shape)
     model, report = prepare(grid, kind, changes, activation_checkpointing="full")
     stock = build(kind, **changes)
@@ -83,6 +83,12 @@ def accumulate(shape: Shape, kind: str, changes: dict[str, Any]) -> tuple[str, .
     ids, labels = short
     model(input_ids=ids, labels=labels, num_items_in_batch=20).loss.backward()
     assert_shards_close(local_gradients(model), gradients(stock), report, grid)
+    # And the one that does not divide alone: its backward is the one that sends.
+    ids, labels = long
+    for trained in (stock, model):
+        trained.zero_grad()
+        trained(input_ids=ids, labels=labels).loss.backward()
+    assert_shards_close(local_gradients(model), gradients(stock), report, grid)
     return tuple(note for note in report.notes if "core" in note)
 
 
@@ -93,7 +99,8 @@ def test_accumulated_gradients_and_batches_of_several_lengths(pool: RankPool) ->
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])  # the second has norms of queries and keys
+# qwen3 has norms of queries and keys; gpt2 three biases in one; gpt_neox_japanese one of hidden features.
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gpt_neox_japanese"])
 def test_attention_is_cut_by_samples_where_heads_do_not_divide(pool: RankPool, kind: str) -> None:
     notes = pool.run(accumulate, 4, (1, 1, 2, 2), kind, SIX_HEADS)[0]
     assert len(notes) == 1
@@ -123,6 +130,27 @@ def test_ranks_together_compute_as_much_as_one_process(pool: RankPool) -> None:
         counts = pool.run(flops, 4, (1, 1, 2, 2), changes, sequences)
         attention = 2 * 12 * sequences * 8 * 8 * changes.get("hidden_size", 32)
         assert sum(mine for mine, _ in counts) == counts[0][1] + (factor - 1) * attention
+
+
+def cores(shape: Shape, sequences: int) -> list[tuple[int, ...]]:
+    """The shapes of queries that attention works on in one forward, with the default schedule."""
+    grid = Grid.create(shape)
+    model, _ = prepare(grid, "llama", SIX_HEADS)
+    found = []
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: found.append(tuple(args[0].shape)))
+    ids = batch(sequences, 8)[0]
+    model(input_ids=ids)
+    found.clear()
+    model(input_ids=ids)
+    return found
+
+
+def test_a_batch_is_not_halved_where_that_would_repeat_attention(pool: RankPool) -> None:
+    """Two samples are one for each y rank, and halves of them would be one for both."""
+    blocks = 2
+    assert pool.run(cores, 4, (1, 1, 2, 2), 2)[0] == blocks * [(1, 8, 24)]
+    assert pool.run(cores, 4, (1, 1, 2, 2), 4)[0] == 2 * blocks * [(1, 8, 24)]
 
 
 def own_loss(shape: Shape) -> None:
@@ -308,6 +336,25 @@ def test_each_rank_drops_for_itself_and_the_same_when_recomputed(pool: RankPool)
     assert all(not torch.equal(firsts[i], firsts[j]) for i in range(4) for j in range(i))
 
 
+def attention_masks(shape: Shape, kv_heads: int) -> list[Tensor]:
+    """What dropout left of the attention of each block."""
+    grid = Grid.create(shape)
+    changes = {"attention_dropout": 0.5, "attn_implementation": "eager", "num_key_value_heads": kv_heads}
+    model, _ = prepare(grid, "llama", changes)
+    found: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda _, __, output: found.append(output[1].detach() != 0))
+    model(input_ids=batch(1, 16)[0].expand(2, -1))
+    return found
+
+
+# Of four heads each rank has one, with a key/value head for itself, with its y neighbour, or with all.
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_other_heads_are_dropped_otherwise(pool: RankPool, kv_heads: int) -> None:
+    masks = [blocks[0] for blocks in pool.run(attention_masks, 4, (1, 1, 2, 2), kv_heads)]
+    assert all(not torch.equal(masks[i], masks[j]) for i in range(4) for j in range(i))
+
+
 # -- what is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -317,8 +364,11 @@ def refusals(shape: Shape) -> list[str]:
     ids, _ = batch(1, 12)
     attempts: list[Any] = [
         lambda: model(input_ids=ids[:, :11]),
-        lambda: model(input_ids=ids, logits_to_keep=1),
+        lambda: model(input_ids=ids, logits_to_keep=6),  # as many as an x rank has
     ]
+    sliced, _ = prepare(grid, "llama")
+    sliced.lm_head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:],))
+    attempts.append(lambda: sliced(input_ids=ids))
     curious, _ = prepare(grid, "llama")
     attention = curious.model.layers[0].self_attn
     inner = attention.forward
@@ -328,6 +378,18 @@ def refusals(shape: Shape) -> list[str]:
 
     attention.forward = forward
     attempts.append(lambda: curious(input_ids=ids))
+    listing, _ = prepare(grid, "llama")
+    of_list = listing.model.layers[1].self_attn
+    listed = of_list.forward
+
+    def forward_of_list(hidden_states: Tensor, **others: Any) -> Any:
+        return listed(hidden_states=torch.cat([hidden_states, hidden_states]), **others)
+
+    of_list.forward = forward_of_list
+    attempts.append(lambda: listing(input_ids=ids))
+    again = build("llama")
+    again.gradient_checkpointing_enable()
+    attempts.append(lambda: ff.parallelize(again, grid, activations="token-sharded"))
     attempts.append(
         lambda: ff.parallelize(nn.Linear(4, 4), grid, roles={"": "colwise"}, activations="token-sharded")
     )
@@ -360,12 +422,17 @@ def test_a_weight_whose_uses_do_not_agree_is_refused(pool: RankPool) -> None:
 
 
 def test_what_cannot_be_cut_is_refused_by_name(pool: RankPool) -> None:
-    uneven, kept, curious, no_model, no_norm = pool.run(refusals, 4, (1, 1, 2, 2))[0]
+    said = pool.run(refusals, 4, (1, 1, 2, 2))[0]
+    uneven, kept, sliced, curious, listing, again, no_model, no_norm = said
     assert "x=2 does not divide the 1 * 11 = 11 tokens" in uneven
-    assert "lm_head got 1 tokens" in kept
+    assert "logits_to_keep=6" in kept
+    assert "lm_head got 1 tokens" in sliced
     assert "model.layers.0.self_attn" in curious
     assert "hidden_states * 2" in curious  # the line of code
+    assert "model.layers.1.self_attn" in listing
+    assert "torch.cat" in listing
+    assert "activation_checkpointing='full'" in again
     assert "Linear" in no_model
     assert re.search(r"no norm .*modeling_openai.py:\d+: for .*self\.h", no_norm)
-    for message in (uneven, kept, curious, no_model, no_norm):
+    for message in said:
         assert "activations='replicated'" in message

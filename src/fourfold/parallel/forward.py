@@ -48,6 +48,8 @@ def wrap_model(
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if tokens is not None:
+            tokens.refuse_slices(kwargs.get("logits_to_keep"))
         if guard is not None:
             guard.expect()
         try:
@@ -68,6 +70,7 @@ def wrap_model(
 
 def wrap_block(
     block: nn.Module,
+    name: str,
     inside: Inside,
     dropout: Dropout | None,
     *,
@@ -91,13 +94,13 @@ def wrap_block(
                 # A recomputed forward ends early, by an exception, and must not leave its state to the next step.
                 dropout.leave()
 
-    if recomputed:
-        # Inside FSDP2's hooks: backward has gathered the block's weights before the second forward runs.
+    # Inside FSDP2's hooks: backward has gathered the block's weights before the second forward of a recomputed one runs.
+    if tokens is not None:
+        block.forward = _with_own_tokens(name, tokens, forward, recomputed=recomputed)
+    elif recomputed:
         block.forward = functools.partial(recompute, forward, use_reentrant=False)
     else:
         block.forward = forward
-    if tokens is not None:
-        block.forward = _with_own_tokens(block, tokens, forward, recomputed=recomputed)
     if dropout is not None:
         # The checkpoint restores the shared state, so a block has to begin in it.
         block.register_forward_pre_hook(lambda *_: dropout.leave())
@@ -105,10 +108,9 @@ def wrap_block(
 
 
 def _with_own_tokens(
-    block: nn.Module, tokens: Tokens, forward: Callable[..., Any], *, recomputed: bool
+    name: str, tokens: Tokens, forward: Callable[..., Any], *, recomputed: bool
 ) -> Callable[..., Any]:
     """The first block takes its rank's tokens out of the whole batch; the others get them from the one before."""
-    name = type(block).__name__
 
     def of_batch(shape: tuple[int, ...], own: Tensor, *args: Any, **kwargs: Any) -> Any:
         with tokens.of(shape):  # a recomputed forward comes when another batch may have been in the model

@@ -316,11 +316,14 @@ def _halve(
 
 
 def _cut_alike(halves: Sequence[dict[str, Any]], tokens: Tokens | None) -> bool:
-    """Are the halves equal, and can the tokens of each be dealt out to the ranks?"""
+    """Are the halves equal, can the tokens of each be dealt out to the ranks, and is no work repeated for it?"""
     if tokens is None:
         return True
     shapes = {tuple(ids.shape) for half in halves if isinstance(ids := half.get("input_ids"), Tensor)}
-    return len(shapes) == 1 and tokens.divide(*shapes)
+    if len(shapes) != 1:
+        return False
+    (shape,) = shapes
+    return tokens.divide(shape) and not tokens.halves_repeat(LANES * shape[0])
 
 
 def _join(outputs: list[Any]) -> Any:

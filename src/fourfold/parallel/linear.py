@@ -319,7 +319,8 @@ class Linear4D(nn.Module):
         if cuts is not None:
             output = own_columns(self, cuts, output)
         if self._dropout is not None:
-            cut_twice = cuts is not None and cuts.leave != "whole"
+            # Heads are other ones on each y rank also where their keys and values are not.
+            cut_twice = cuts is not None and (cuts.leave != "whole" or cuts.used_columns is not None)
             self._dropout.enter(self.group.out_axis, self.group.in_axis if cut_twice else None)
         return output
 

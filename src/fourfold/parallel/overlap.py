@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
 _MAX_CHUNKS = 4
+OF_STREAMED_WEIGHTS = ("prefetch", "bundle_bytes", "keep_bytes", "gradients", "in_flight_bytes")
+OF_TOKEN_SHARDED = ("keep_inputs",)
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,13 @@ class Overlap:
     gradients: bool = True
     # but no more bytes of whole gradients than these wait for theirs; None: those of two blocks.
     in_flight_bytes: int | None = None
-    # The all-reduce of an input's gradient, behind the weight gradients of its siblings.
+    # The sum of an input's gradient, behind the weight gradients of its siblings.
     backward: bool = True
-    # The all-reduce of an output, in this many parts of the tokens, each behind the next part's matmul.
+    # The sum of an output, in this many parts of the tokens, each behind the next part's matmul.
     forward_chunks: int | Literal["auto"] = "auto"
     # Token-sharded activations: the gathered input of a linear stays until backward, instead of coming twice.
     keep_inputs: bool = True
-    # The halves of this rank's sequences take turns, so that one computes while an all-reduce of the other's is in flight.
+    # The halves of this rank's sequences take turns, so that one computes while a sum or gather of the other's is in flight.
     interleave: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -59,13 +62,11 @@ class Overlap:
                 f"Overlap(interleave={self.interleave!r}) is not known; use True, False or 'auto'"
             )
 
-    def without_effect(self, *, streamed: bool) -> list[str]:
-        """What was set and does nothing, because these weights are not streamed."""
-        if streamed:
-            return []
+    def without_effect(self, names: Sequence[str]) -> str:
+        """Of these settings, those that were changed, where none of them does anything; nothing if none was."""
         usual = Overlap()
-        names = ("prefetch", "bundle_bytes", "keep_bytes", "gradients", "in_flight_bytes")
-        return [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) != getattr(usual, n)]
+        changed = [f"{n}={getattr(self, n)}" for n in names if getattr(self, n) != getattr(usual, n)]
+        return f"Overlap({', '.join(changed)}) has no effect" if changed else ""
 
     def chunks_of(self, output: Tensor, target: str) -> int:
         """In how many parts an output's all-reduce goes, on that kind of device."""

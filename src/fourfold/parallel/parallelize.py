@@ -19,7 +19,7 @@ from fourfold.parallel.initialize import record_initialization, restore_buffers
 from fourfold.parallel.interleave import Lanes, interleave, why_not
 from fourfold.parallel.loss import guard_loss
 from fourfold.parallel.materialise import initialise_shards, load_shards
-from fourfold.parallel.overlap import Overlap
+from fourfold.parallel.overlap import OF_STREAMED_WEIGHTS, OF_TOKEN_SHARDED, Overlap
 from fourfold.parallel.random import Dropout, seed_ranks
 from fourfold.parallel.recipe import Recipe
 from fourfold.parallel.refused import Refused
@@ -141,8 +141,10 @@ def arrange(
 
     # 4. Recomputation of activations and the bounds of random numbers, block by block.
     blocks = find_blocks(model)
+    names = {module: name for name, module in model.named_modules()}
+    recomputed = activation_checkpointing == "full"
     for block in blocks:
-        wrap_block(block, inside, dropout, recomputed=activation_checkpointing == "full", tokens=tokens)
+        wrap_block(block, names[block], inside, dropout, recomputed=recomputed, tokens=tokens)
     wrap_model(model, inside, swapped.groups, dropout, guard, tokens)
 
     # 5. The halves of a batch take turns, where activations are sent.
@@ -174,14 +176,13 @@ def arrange(
     notes.append(
         f"weights: {weights} ({why_weights}) over z={grid.z}, gradients summed over data={grid.data}, {precision}"
     )
-    idle = overlap.without_effect(streamed=weights == "streamed")
-    if idle:
-        notes.append(
-            f"Overlap({', '.join(idle)}) has no effect with {weights} weights; use weights='streamed'"
-        )
     notes.append(f"activation checkpointing: {activation_checkpointing}, {len(blocks)} blocks")
     cut: Activations = "token-sharded" if tokens else "replicated"
     notes.append(f"activations: {cut} ({why_activations})")
+    if weights != "streamed" and (idle := overlap.without_effect(OF_STREAMED_WEIGHTS)):
+        notes.append(f"{idle} with {weights} weights; use weights='streamed'")
+    if tokens is None and (idle := overlap.without_effect(OF_TOKEN_SHARDED)):
+        notes.append(f"{idle} with replicated activations; leave it out")
     halves = "take turns" if one_piece is None else f"do not take turns ({one_piece})"
     notes.append(f"interleaving: the halves of a batch {halves}")
     if dropout is not None:

@@ -81,6 +81,8 @@ class _ShardedLinear(torch.autograd.Function):
         pending_input = Pending()
         if not group.overlap.keep_inputs:
             whole, pending_input = call.gather(whole, group.out_axis, call.enter, "regather")
+            if not group.overlap.backward:
+                pending_input.wait()
 
         input_parts = torch.empty_like(whole, memory_format=torch.contiguous_format)
         written: set[int] = set()
@@ -127,7 +129,7 @@ class _GradientLeaves(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, call: Call, member: int) -> Tensor:
         ctx.call, ctx.member = call, member
         if call.leaves[member] == "features" and len(call.leaves) > 1:
-            # Attention keeps v, and of q and k what it makes of them: v is not to keep the memory that they share.
+            # Attention keeps v, and of q and k what it makes of them: v is not to keep the memory that all three share.
             return output.clone()
         return output.data  # and not a view, which a model's code could not change in place
 
@@ -213,7 +215,6 @@ def own_biases(member: Linear4D, cuts: Cuts) -> list[Tensor]:
 def own_columns(member: Linear4D, cuts: Cuts, output: Tensor) -> Tensor:
     """What the model's code sees of a member's output."""
     group = member.group
-    assert group.tokens is not None
     if cuts.used_columns is not None:
         output = sum_backward(output, group.grid.collectives, group.in_axis, "shared", member.name)
         return output[..., cuts.used_columns]

@@ -116,11 +116,12 @@ class StreamedWeights:
                 weight.is_read_elsewhere |= not by_sibling and not self._entered[module]
         weight.set_sum_over(axes)
         block = weight.block()
-        differentiated = block.requires_grad and torch.is_grad_enabled()
-        if differentiated and any(self._grid.coordinate(axis) for axis in axes.whole):
-            # All of the gradient comes from the first rank of the axis: what is added up is parts of a sum.
+        if axes.whole and block.requires_grad and torch.is_grad_enabled():
+            # All of the gradient comes from the first rank of the axis: what is added up is parts of a sum. A view on that one,
+            # too: gradients have to be complete in the same order on all ranks.
             block = block.view_as(block)
-            block.register_hook(torch.zeros_like)
+            if any(self._grid.coordinate(axis) for axis in axes.whole):
+                block.register_hook(torch.zeros_like)
         return block
 
     # -- gathering: ahead of use, in the recorded order -------------------------------------------------------------

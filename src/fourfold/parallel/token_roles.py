@@ -24,6 +24,8 @@ from fourfold.parallel.roles import SEPARATE_KV, Role, family_of
 from fourfold.parallel.sums import GradientAxes
 from fourfold.parallel.tokens import Cuts, SummedBySamples, Tokens
 
+# Words for parameters inside attention that are the same on all y ranks.
+_WHOLE_ON_Y = {"norm_x", "heads", "replicated_with_grad_allreduce"}
 _NOT_BY_TOKENS = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
 
 
@@ -59,6 +61,12 @@ def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Toke
             f"{name} has an encoder and a decoder, with other tokens each, and they are cut over x={grid.x} and y={grid.y} "
             f"for one batch of tokens only{_code(model.modules(), 'encoder')}; use activations='replicated'"
         )
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise Refused(
+            f"{name}.gradient_checkpointing_enable() was called: its blocks would compute again without knowing of which batch the "
+            f"tokens are that x={grid.x} and y={grid.y} cut; use activation_checkpointing='full' instead, or "
+            "activations='replicated'"
+        )
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     if not any(r.word == "norm" and not any(r.name.startswith(f"{n}.") for n in lists) for r in roles):
         owners, own = [n.rpartition(".")[0] for n in lists], [n.rpartition(".")[2] for n in lists]
@@ -93,6 +101,7 @@ def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Toke
     samples_too = not family_of(model).head_arguments
     if samples_too:
         out.by_samples = out.attention - out.by_heads
+        out.tokens.cuts_samples = bool(out.by_samples)
     cut = (
         f"over y={grid.y} by samples, where those divide"
         if samples_too
@@ -105,7 +114,8 @@ def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Toke
         if role.in_axis is not None:
             out.cuts[role.name] = _cuts(role, anatomy, out, grid)
         axes = tuple(a for a in _gradient_axes(role, out) if grid.size(a) > 1)
-        by_samples = _inside(role, out.by_samples) and role.in_axis is None
+        # Of those inside attention that y does not cut; with other samples each y rank has a part of their gradient.
+        by_samples = _inside(role, out.by_samples) and role.word in _WHOLE_ON_Y
         out.gradient_axes[role.name] = (
             SummedBySamples(axes, out.tokens) if by_samples else functools.partial(GradientAxes, axes)
         )

@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fourfold.grid import Axis, Grid
 from fourfold.parallel.collectives import Collectives
@@ -54,6 +55,8 @@ class Tokens:
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
+        # Does an attention work on the samples of its y rank, where those divide?
+        self.cuts_samples = False
         # By thread: the halves of an interleaved batch are in the model at the same time.
         self._mine = threading.local()
 
@@ -61,13 +64,20 @@ class Tokens:
         """A forward begins with these ids."""
         shape = tuple(ids.shape)
         if not self.divide(shape):
-            axis = "x" if ids.numel() % self.grid.x else "y"
-            ranks = self.grid.size("x" if axis == "x" else "y")
+            axis, ranks = ("x", self.grid.x) if ids.numel() % self.grid.x else ("y", self.grid.y)
             raise Refused(
                 f"{axis}={ranks} does not divide the {' * '.join(map(str, shape))} = {ids.numel()} tokens of a rank's batch; "
                 f"use sequences whose tokens divide by {ranks}, or activations='replicated'"
             )
         self._mine.shape = shape
+
+    def refuse_slices(self, kept: object) -> None:
+        """``kept``: what is asked for as ``logits_to_keep``. As many as an x rank has would be taken for its own."""
+        if isinstance(kept, Tensor) or kept:
+            raise Refused(
+                f"logits_to_keep={kept} leaves some of the tokens out, and they are cut over x={self.grid.x} and y={self.grid.y}; "
+                "take them from the logits of all, or use activations='replicated'"
+            )
 
     def divide(self, shape: tuple[int, ...]) -> bool:
         """Can a batch of this shape be dealt out?"""
@@ -80,7 +90,8 @@ class Tokens:
         if shape is None:
             raise Refused(
                 "token-sharded activations begin at the model's embedding, which did not run: pass input_ids, not "
-                "inputs_embeds, or use activations='replicated'"
+                "inputs_embeds; for blocks that compute again in backward use activation_checkpointing='full', not the model's "
+                "gradient_checkpointing_enable(); or use activations='replicated'"
             )
         return shape
 
@@ -88,6 +99,10 @@ class Tokens:
     def by_samples(self) -> bool:
         """Does each y rank have whole sequences, so that attention can work on them?"""
         return self.shape[0] % self.grid.y == 0
+
+    def halves_repeat(self, sequences: int) -> bool:
+        """Would each y rank do the work of all in the halves of a batch, and a part of it in the batch in one piece?"""
+        return self.cuts_samples and sequences % self.grid.y == 0 != sequences // 2 % self.grid.y
 
     def now(self, cuts: Cuts) -> Cuts:
         """How a linear cuts this batch."""
@@ -115,8 +130,8 @@ class Tokens:
         if rows != self.count():
             raise Refused(
                 f"{who} got {rows} tokens, neither the {self.count()} of the batch {self.shape} nor the {self.count('x')} "
-                f"of one x rank: the model's code took some of them away (logits_to_keep?), which cannot be told from "
-                "another cut; let it keep all, or use activations='replicated'"
+                "of one x rank: the model's code took some of them away, which cannot be told from another cut; let it keep all, or "
+                "use activations='replicated'"
             )
         flat = hidden.reshape(1, rows, hidden.shape[-1])
         own = flat.narrow(1, self.grid.coordinate("x") * self.count("x"), self.count("x"))
@@ -206,7 +221,7 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        module = next(a.module for a in args if isinstance(a, StandIn))
+        module = next(a.module for a in tree_leaves((args, kwargs)) if isinstance(a, StandIn))
         frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename]
         line = next((f for f in reversed(frames) if f.filename != __file__), None)
         where = f", {line.filename}:{line.lineno}: {line.line}" if line else ""

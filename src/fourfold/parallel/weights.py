@@ -1,7 +1,7 @@
 """Weights on (z, data): stored in parts over z, gathered for the work, their gradients summed back.
 
 Two ways, behind one seam: `fsdp2`, PyTorch's own, and `streamed`, our own schedule (streamed.py). What computes asks
-`local_weight` for its block and knows of neither.
+`local_weight` or `summed_weight` for its block and knows of neither.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Precision = Literal["fp32", "bf16"]
 Weights = Literal["auto", "fsdp2", "streamed"]
 
 
-def local_weight(module: nn.Module, key: str, *, by_sibling: bool = False) -> Tensor:
-    """This rank's block of a module's parameter, whole over z, for the work of this moment.
-
-    ``by_sibling``: it is read for the module by another one whose output the module's is a part of.
-    """
+def local_weight(module: nn.Module, key: str) -> Tensor:
+    """This rank's block of a module's parameter, whole over z, for the work of this moment."""
     streamed = module.__dict__.get("_streamed")
     if streamed is not None:
-        return cast(StreamedWeights, streamed).read(module, key, by_sibling=by_sibling)
+        return cast(StreamedWeights, streamed).read(module, key)
     return cast(DTensor, module._parameters[key]).to_local()
 
 
 def summed_weight(
     module: nn.Module, key: str, axes: GradientAxes, grid: Grid, name: str, *, by_sibling: bool = False
 ) -> Tensor:
-    """The same, where other ranks use it for other tokens, heads or rows: their gradients are summed over ``axes``."""
+    """The same, where other ranks use it for other tokens, heads or rows: their gradients are summed over ``axes``.
+
+    ``by_sibling``: it is read for the module by another one whose output the module's is a part of.
+    """
     streamed = module.__dict__.get("_streamed")
     if streamed is not None:
         return cast(StreamedWeights, streamed).read(module, key, by_sibling=by_sibling, axes=axes)
