@@ -48,6 +48,12 @@ GPT2_LIKE = COMMON | {
 }
 MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, LLAMA_LIKE),
+    # So many heads that four ranks do not divide them.
+    "llama of 6 heads": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        LLAMA_LIKE | {"hidden_size": 48, "num_attention_heads": 6},
+    ),
     "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2_LIKE),
     "gpt_neox_japanese": (
         GPTNeoXJapaneseForCausalLM,

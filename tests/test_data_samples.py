@@ -129,6 +129,7 @@ def packed(folder: Path, kind: str, shape: Shape, **options: object) -> float:
         ("llama", (2, 1, 1, 2), {"weights": "fsdp2"}),
         ("qwen3", (1, 1, 2, 2), {"overlap": ff.Overlap(interleave=True), "weights": "streamed"}),
         ("gpt2", (2, 1, 1, 2), {}),
+        ("llama of 6 heads", (1, 1, 2, 2), {"weights": "streamed"}),  # a row on each y rank
     ],
 )
 def test_the_loss_of_packed_documents_is_that_of_each_alone(

@@ -1,7 +1,7 @@
 """The dry run is the real thing: the same collectives, the same memory, the same errors, at any size."""
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, OPTConfig, Qwen2Config
 
 from benchmarks import dryrun as benchmark
 from fourfold.dry_run.events import Operation, Start, Wait
@@ -111,6 +111,20 @@ def test_each_wait_is_for_a_collective_that_started():
 def test_what_the_real_start_would_refuse_is_refused(shape, sequences, words):
     with pytest.raises(ValueError, match=words):
         dryrun(config(), shape, sequences=sequences, length=32)
+
+
+def test_code_that_asks_for_a_number_is_named():
+    """OPT draws whether to leave a layer out."""
+    sizes = {
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    config = OPTConfig(**sizes, max_position_embeddings=32, word_embed_proj_dim=32)
+    with pytest.raises(ValueError, match=r"OPTForCausalLM asks .*modeling_opt.py:\d+: if .*simulate 0"):
+        dryrun(config, (1, 1, 1, 2), sequences=2, length=16)
 
 
 def test_a_config_that_is_not_there_is_named_at_once(tmp_path):

@@ -107,6 +107,13 @@ def test_as_many_ranks_as_before_keep_their_layout(run: RunConfig) -> None:
     asked = {"activations": "replicated" if kept.engine.activations == "token-sharded" else "token-sharded"}
     otherwise = run.model_copy(update={"engine": run.engine.model_copy(update=asked)})
     assert layout_of_checkpoint(otherwise, 4) is None
+    # With one tensor rank there is nothing to cut: whatever was asked for, the layout is the same.
+    save_values(
+        best.model_copy(update={"grid": best.grid.model_copy(update={"data": 4, "z": 1, "y": 1, "x": 1})})
+    )
+    for activations in ("replicated", "token-sharded"):
+        asking = run.engine.model_copy(update={"activations": activations})
+        assert layout_of_checkpoint(run.model_copy(update={"engine": asking}), 4) is not None
     longer = run.model_copy(update={"batch": run.batch.model_copy(update={"tokens": 2 * run.batch.tokens})})
     assert layout_of_checkpoint(longer, 4) is None
 

@@ -55,6 +55,26 @@ def test_turns_change_no_number(
         assert loss == pytest.approx(right, rel=1e-5)
 
 
+def ignoring(shape: Shape) -> tuple[float, float]:
+    """The loss where another number than the usual one stands for no label; and that of one process."""
+    ids, labels = batch(4)
+    stock, model, grid = build("llama"), build("llama"), Grid.create(shape)
+    labels = torch.where(labels < 40, 7, labels)
+    right = stock(input_ids=ids, labels=labels, ignore_index=7).loss
+    right.backward()
+    report = ff.parallelize(model, grid, weights="streamed", overlap=OVERLAP)
+    loss = model(input_ids=ids, labels=labels, ignore_index=7).loss
+    loss.backward()
+    assert report.interleaved
+    assert_shards_close(local_gradients(model), gradients(stock), report, grid)
+    return loss.item(), right.item()
+
+
+def test_labels_that_do_not_count_are_known_by_their_number(pool: RankPool) -> None:
+    for loss, right in pool.run(ignoring, 2, (1, 1, 1, 2)):
+        assert loss == pytest.approx(right, rel=1e-5)
+
+
 def flights_of_a_step(shape: Shape, interleave: bool) -> list[tuple[str, str, int, int]]:
     """(module, kind, issued, waited) of each sum of activations, in the order of their start."""
     model, grid = build("llama"), Grid.create(shape)

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Qwen2Config, Starcoder2Config
+from transformers import GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, Starcoder2Config
 
 from fourfold import Overlap
 from fourfold.dry_run.run import dryrun
@@ -26,6 +26,10 @@ MODELS = {
     "starcoder2, no gate": Starcoder2Config(hidden_size=512, intermediate_size=2048, num_hidden_layers=3,
                                             num_attention_heads=8, num_key_value_heads=4, vocab_size=5000,
                                             tie_word_embeddings=False, **ENDS),
+    "all heads": LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+                             num_key_value_heads=8, vocab_size=1000),
+    "phi3, one matrix": Phi3Config(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+                                   num_key_value_heads=8, vocab_size=1000, pad_token_id=0, **ENDS),
     "wide vocabulary": LlamaConfig(hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=8,
                                    num_key_value_heads=8, vocab_size=50000),
 }  # fmt: skip
@@ -56,6 +60,10 @@ AGAIN = TOKENS | {"keep_inputs": False}
 POINTS += [
     ("llama", Layout(1, 1, 2, 4, 1, "none", weights="fsdp2", **TOKENS)),
     ("llama", Layout(1, 2, 2, 2, 2, "none", weights="streamed", **AGAIN)),
+    ("all heads", Layout(1, 1, 1, 4, 1, "none", weights="fsdp2", **AGAIN)),
+    ("all heads", Layout(1, 1, 1, 4, 1, "none", weights="streamed", **TOKENS)),
+    ("phi3, one matrix", Layout(1, 1, 2, 2, 1, "none", weights="fsdp2", **AGAIN)),
+    ("phi3, one matrix", Layout(1, 1, 1, 4, 1, "none", weights="fsdp2", **TOKENS)),
     ("qwen2, biased and tied", Layout(1, 2, 2, 2, 1, "full", weights="fsdp2", **AGAIN)),
     ("gpt2, learned positions", Layout(1, 1, 2, 2, 1, "none", weights="streamed", **AGAIN)),
     ("starcoder2, no gate", Layout(1, 2, 2, 2, 1, "none", weights="fsdp2", **TOKENS)),

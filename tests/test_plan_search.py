@@ -1,6 +1,7 @@
 """The search finds what trying everything finds, and says why the rest is not there."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -56,6 +57,8 @@ def test_reasons_name_both_numbers():
     assert "num_key_value_heads=4" in str(why_not_grid(SMALL, (1, 1, 1, 6), 64))
     assert "hidden_size=768" in str(why_not_grid(SMALL, (1, 1, 5, 1), 64))
     assert "data*z=7 does not divide the global batch of 64" in str(why_not_grid(SMALL, (7, 1, 1, 1), 64))
+    fused = replace(SMALL, fused_qkv=True)
+    assert "in one matrix with the query heads; use x <= 4" in str(why_not_grid(fused, (1, 2, 2, 12), 64))
     assert why_not_grid(SMALL, (1, 2, 2, 12), 64) is None  # more x than key/value heads: they are replicated
 
 
@@ -73,9 +76,14 @@ def test_token_sharding_is_looked_at_or_left_away():
 
 
 def test_tokens_that_do_not_divide_are_named():
+    # Also where those of two sequences would: a run has batches of one, too.
     plan = search(SMALL, CLUSTER, 16, 16, 6)
     reasons = {r.reason for r in plan.rejected if r.layout.by_tokens}
-    assert "x=4 does not divide the 6 tokens of a micro-batch, so they cannot be cut" in reasons
+    assert "x=4 does not divide the 6 tokens of a sequence, so they cannot be cut" in reasons
+    assert not any(e.layout.by_tokens for e in plan.ranked if 6 % e.layout.x or 6 % e.layout.y)
+    # And nobody who asked for token-sharded ones is given others.
+    asked = search(SMALL, CLUSTER, 16, 16, 6, activations=("token-sharded",))
+    assert all(e.layout.by_tokens for e in asked.ranked if e.layout.x * e.layout.y > 1)
 
 
 def test_a_model_that_fits_nowhere_says_how_far_it_is():

@@ -4,7 +4,15 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPT2Config,
+    GPTBigCodeConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from benchmarks.published_rows import gpt, in_scope
 from fourfold.planner.workload import Workload, from_config
@@ -21,13 +29,29 @@ SIZES = {"hidden_size": 96, "intermediate_size": 224, "num_hidden_layers": 3, "v
         ),
         Qwen2Config(**SIZES, num_attention_heads=6, num_key_value_heads=3),
         GPT2Config(n_embd=96, n_layer=2, n_head=4, n_positions=64, vocab_size=501),
+        GPTBigCodeConfig(n_embd=96, n_layer=2, n_head=4, n_positions=64, vocab_size=501),
     ],
-    ids=["llama", "llama tied, own head_dim", "qwen2", "gpt2"],
+    ids=["llama", "llama tied, own head_dim", "qwen2", "gpt2", "gpt_bigcode, one key/value head"],
 )
 def test_parameters_are_those_of_the_model(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert from_config(config.to_dict()).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_heads"),
+    [
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({"multi_query": True}, 1),
+        ({"multi_query": False}, 8),
+    ],
+)
+def test_key_value_heads_in_falcons_words(changes, kv_heads):
+    config = FalconConfig(
+        hidden_size=96, num_hidden_layers=2, num_attention_heads=8, vocab_size=501, **changes
+    )
+    assert from_config(config.to_dict()).kv_heads == kv_heads
 
 
 def test_a_few_norms_of_heads_are_all_that_is_missing():

@@ -1,5 +1,6 @@
 """A run's file: every mistake named with the way out, every field with its sentence."""
 
+import re
 import tomllib
 from itertools import pairwise
 
@@ -65,12 +66,16 @@ def test_the_least_file_is_a_run():
             r"\[data\.sources\.0\] has no field 'wieght'; did you mean 'weight'",
         ),
         ("data.sources=[]", r"data\.sources"),
+        (
+            "engine.activations='token-sharded' grid.x=3",
+            r"grid.x=3 does not divide data.sequence_length=\d+; use \d+, or 'auto'",
+        ),
         ("engine.compile=true", r"engine.*compile=true is refused.*leave it false"),
     ],
 )
 def test_a_mistake_is_named_with_the_way_out(change, words):
     with pytest.raises(ConfigError, match=words):
-        changed(change)
+        changed(*re.split(r" (?=\w+\.)", change))
 
 
 def test_a_missing_section_says_what_it_is_for():

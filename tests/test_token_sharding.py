@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
@@ -402,6 +403,27 @@ def refusals(shape: Shape) -> list[str]:
             attempt()
         messages.append(str(caught.value))
     return messages
+
+
+def masked_by_blocks() -> str:
+    """Attention that is cut by samples is given a mask of all of them that cannot be cut."""
+    model, _ = prepare(Grid.create((1, 1, 2, 2)), "llama", SIX_HEADS)
+    ids = batch(2, 8)[0]
+    mask = create_block_mask(lambda sample, head, q, k: q >= k, 2, None, 8, 8, device="cpu")
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, kwargs | {"attention_mask": mask}), with_kwargs=True, prepend=True
+    )
+    with pytest.raises(Refused) as caught:
+        model(input_ids=ids)
+    return str(caught.value)
+
+
+def test_a_mask_that_cannot_be_cut_is_refused(pool: RankPool) -> None:
+    said = pool.run(masked_by_blocks, 4)[0]
+    assert "model.layers.0.self_attn is to work on some of the 2 samples" in said
+    assert "attention_mask is a BlockMask" in said
+    assert "attn_implementation='sdpa'" in said
 
 
 def used_twice() -> str:

@@ -27,8 +27,20 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--activations", choices=("auto", "replicated", "token-sharded"), default="auto")
+    parser.add_argument(
+        "--keep-inputs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of token-sharded activations: keep gathered inputs for backward, or gather them again",
+    )
     parser.add_argument("--activation-checkpointing", choices=("none", "full"), default="none")
     parser.add_argument("--weights", choices=("auto", "fsdp2", "streamed"), default="auto")
+    parser.add_argument(
+        "--keep-weights-bytes",
+        type=int,
+        default=0,
+        help="of streamed weights: so many gathered bytes wait for backward",
+    )
     parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda", help="the devices it is for")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument(
@@ -45,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
     # torch and transformers take seconds to import
     from fourfold.dry_run.run import dryrun
     from fourfold.grid import AXES
+    from fourfold.parallel.overlap import Overlap
 
     result = dryrun(
         options.config,
@@ -56,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
         activations=options.activations,
         activation_checkpointing=options.activation_checkpointing,
         weights=options.weights,
+        overlap=Overlap(keep_inputs=options.keep_inputs, keep_bytes=options.keep_weights_bytes),
         target=options.target,
         rank=options.rank,
         every_block=options.every_block,
@@ -70,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
             json.dumps(
                 {
                     "grid": dict(zip(AXES, options.grid, strict=True)),
+                    "activations": result.report.activations,
                     "peak": {"bytes": peak.bytes, "by_category": peak.by_category, "event": peak.event},
                     "between_steps": result.trace.before,
                     "events": events,

@@ -62,6 +62,12 @@ def add_to(commands: Any) -> None:
         choices=("replicated", "token-sharded"),
         help="what x and y ranks would repeat: replicated, or cut by tokens; both are looked at, unless given",
     )
+    parser.add_argument(
+        "--keep-inputs",
+        action=argparse.BooleanOptionalAction,
+        help="of token-sharded activations: keep gathered inputs for backward, or gather them again; both are looked at, unless "
+        "given",
+    )
     parser.add_argument("--rows", type=int, default=10, help="layouts to show")
     parser.add_argument(
         "--explain", nargs=2, metavar=("A", "B"), help="why A beats B: places in the table, or DATA,Z,Y,X"
@@ -103,6 +109,7 @@ def run(options: argparse.Namespace) -> int:
         weights=options.weights,
         precision=options.precision,
         activations=options.activations,
+        keep_inputs=(True, False) if options.keep_inputs is None else (options.keep_inputs,),
     )
     precision = options.precision or precision_of(cluster)
     prices = Prices(workload, cluster, options.length, schedule_of(cluster, precision))

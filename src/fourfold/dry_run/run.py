@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from fourfold import outside
 from fourfold.dry_run.blocks import find_repeated, shallow_copy
@@ -50,7 +52,9 @@ class DryRun:
 
     def __str__(self) -> str:
         data, z, y, x = self.shape
-        title = f"{self.report.model} on (data={data}, z={z}, y={y}, x={x}): one rank's step, no device has run it"
+        title = f"{self.report.model} on (data={data}, z={z}, y={y}, x={x})"
+        title += f", {self.report.activations} activations" if y * x > 1 else ""
+        title += ": one rank's step, no device has run it"
         if self.blocks_traced is not None:
             title += "; {} of {} like blocks traced".format(*self.blocks_traced)
         return show(title, self.trace, self.peak)
@@ -115,7 +119,18 @@ def dryrun(
                 overlap=overlap,
                 seed=0,
             )
-            return _trace(model, grid, report, own // micro_batches, length, micro_batches, max_norm), report
+            try:
+                trace = _trace(model, grid, report, own // micro_batches, length, micro_batches, max_norm)
+            except DataDependentOutputException as error:
+                engine = ("/torch/", "/fourfold/")
+                called = traceback.extract_tb(error.__traceback__)
+                frames = [f for f in called if not any(part in f.filename for part in engine)]
+                line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"
+                raise ValueError(
+                    f"{report.model} asks what a number is that only a device would know ({line}), so a dry run cannot follow "
+                    "it; plan by formulas alone (fourfold plan --simulate 0, ff.plan(simulate=0))"
+                ) from None
+            return trace, report
 
         repeated = None if every_block or (overlap and overlap.keep_bytes) else find_repeated(module)
         if repeated is not None:

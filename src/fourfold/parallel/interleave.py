@@ -81,13 +81,13 @@ def interleave(
     model: nn.Module,
     lanes: Lanes,
     groups: Sequence[Group],
-    count: Callable[[Any, Any], Tensor],
+    count: Callable[[Any, Any, int | None], Tensor],
     tokens: Tokens | None = None,
 ) -> None:
     """Let ``model`` compute the two halves of its batch in turns.
 
-    What cannot be halved by its rows (one sequence, an unknown argument) goes through in one piece. ``count`` tells how many labels of the global batch count, of labels and
-    labels that are shifted already. Where ``tokens`` are cut, halves that cannot be cut alike go in one piece as well.
+    What cannot be halved by its rows (one sequence, an unknown argument) goes through in one piece. ``count`` tells how many
+    labels of the global batch count, of labels, labels that are shifted already, and what stands for none. Where ``tokens`` are cut, halves that cannot be cut alike go in one piece as well.
     """
     inner = model.forward
     names = list(inspect.signature(inner).parameters)
@@ -291,7 +291,7 @@ def _halve(
     names: Sequence[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    count: Callable[[Any, Any], Tensor],
+    count: Callable[[Any, Any, int | None], Tensor],
 ) -> list[dict[str, Any]] | None:
     """The arguments of each lane; None where the batch cannot be halved."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -311,7 +311,7 @@ def _halve(
     labels, shifted = given.get("labels"), given.get("shift_labels")
     if given.get("num_items_in_batch") is None and (labels is not None or shifted is not None):
         # The mean over the global batch, not over a half of it.
-        given["num_items_in_batch"] = count(labels, shifted)
+        given["num_items_in_batch"] = count(labels, shifted, given.get("ignore_index"))
     return [{**given, **{name: halves[i] for name, halves in by_row.items()}} for i in range(LANES)]
 
 

@@ -100,6 +100,7 @@ def cross_entropy(
         >>> loss.backward()
     """
     labels_of_all, labels = labels, _own_labels(logits, labels, grid)
+    are_cut = labels is not labels_of_all
     if logits.shape[:-1] != labels.shape:
         cut = f", which may be those of 1/{grid.y} of the tokens" if grid.y > 1 else ""
         raise ValueError(
@@ -117,7 +118,7 @@ def cross_entropy(
     arguments = (logits, labels, first, ignore_index, z_loss, grid)
     loss = cast(Tensor, _TokenLoss.apply(*arguments)) / num_items  # type: ignore[no-untyped-call]
     # Each rank's backward goes through its own tokens; FSDP2 and the data axis sum the gradients.
-    axes: tuple[Axis, ...] = ("z", "data") if labels_of_all is labels else ("y", "z", "data")
+    axes: tuple[Axis, ...] = ("y", "z", "data") if are_cut else ("z", "data")
     for axis in axes:
         loss = sum_forward(loss, grid.collectives, axis, "loss")
     return loss
@@ -220,12 +221,14 @@ class LossGuard:
         self._given[threading.get_ident()] = (loss, _version(loss))
         return loss
 
-    def count(self, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
+    def count(self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None) -> Tensor:
         """How many labels of the global batch this loss is the mean of."""
+        ignore_index = IGNORE_INDEX if ignore_index is None else ignore_index
         if shift_labels is not None:
-            return count_labels(shift_labels, self._grid)
+            return count_labels(shift_labels, self._grid, ignore_index=ignore_index)
         assert labels is not None
-        return count_labels(labels, self._grid, shift=self._stock == "ForCausalLMLoss")
+        shift = self._stock == "ForCausalLMLoss"
+        return count_labels(labels, self._grid, shift=shift, ignore_index=ignore_index)
 
     def expect(self) -> None:
         """A forward begins."""

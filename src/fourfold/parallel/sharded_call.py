@@ -88,6 +88,13 @@ class Call:
         ranks = group.grid.size(group.in_axis) if self.cuts(group.in_axis, leave) else 1
         rows = whole.shape[1] // ranks if leave == "tokens" else whole.shape[1]
         columns = [width // ranks if leave == "features" else width for width in widths]
+        if group.grid.size(group.in_axis) == 1:
+            # Nothing is sent. Memory for each, so that who keeps one of them (attention v) does not keep the others.
+            apart = [whole.new_empty(rows, width) for width in columns]
+            return apart, [
+                Chunk(out.view(-1), out.view(1, -1), [(member, slice(None), out.unsqueeze(0))])
+                for member, out in zip(members, apart, strict=True)
+            ]
         parts = whole.new_empty(ranks * rows * sum(columns))
         own = whole.new_empty(rows * sum(columns)) if ranks > 1 else parts
         chunks, end = [], 0
@@ -103,7 +110,7 @@ class Call:
     ) -> list[list[tuple[int, int, int, int]]]:
         """(member, its first row, behind its last, columns) of each chunk: all in one, or several of each member."""
         group = self.group
-        count = group.overlap.chunks_of(parts, group.grid.target) if group.grid.size(group.in_axis) > 1 else 1
+        count = group.overlap.chunks_of(parts, group.grid.target)
         if count == 1:
             return [[(m, 0, rows, width) for m, width in zip(members, columns, strict=True)]]
         found = []

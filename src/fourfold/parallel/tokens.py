@@ -271,7 +271,14 @@ def _own_samples(value: Any, key: str, name: str, tokens: Tokens) -> Any:
     """An argument of attention for the samples of this y rank."""
     if isinstance(value, tuple):
         return tuple(_own_samples(v, key, name, tokens) for v in value)
-    if key == "hidden_states" or not isinstance(value, Tensor):
+    if key == "hidden_states" or value is None:
+        return value
+    if not isinstance(value, Tensor):
+        if key in _BY_SAMPLES:
+            raise Refused(
+                f"{name} is to work on some of the {tokens.shape[0]} samples, and its {key} is a {type(value).__name__}, of which "
+                f"their part cannot be taken; use attn_implementation='sdpa', or activations='replicated'"
+            )
         return value
     if key not in _BY_SAMPLES:
         _refuse_samples(value, key, name, tokens.shape[0])

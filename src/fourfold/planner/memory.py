@@ -130,11 +130,16 @@ def saved_by_tokens(
     over_y = w.core_over_y(y, x, samples)
     parts = x if over_y == "whole" else cut
     # q and k after rotation, v, the attention's output. v is in one buffer with its siblings that leave in the same way, and
-    # keeps it whole, unless a bias makes a new v, or it was copied out of it.
+    # keeps it whole, unless a bias makes a new v, or it was copied out of it. With y = 1 each has memory of its own; of one
+    # matrix for all three v is a part of their buffer, and where nothing is rotated so are q and k.
     of_x = w.kv_features / min(x, w.kv_heads)
     kv = w.kv_features / min(cut, w.kv_heads) if over_y == "heads" else of_x * x / parts
     has_bias = w.bias or w.qkv_bias
-    if over_y == "heads":
+    if w.fused_qkv:
+        v = w.q_features / parts + 2 * kv if w.rotates else kv
+    elif y == 1:
+        v = kv
+    elif over_y == "heads":
         v = kv if w.kv_heads % cut == 0 else of_x * (1 if has_bias else 2)
     else:
         v = kv if has_bias else w.q_features / parts + 2 * kv

@@ -81,6 +81,11 @@ def why_not_grid(workload: Workload, grid: tuple[int, int, int, int], batch_sequ
     w = workload
     if w.heads % x:
         return f"x={x} does not divide num_attention_heads={w.heads}; use x <= {_below(w.heads, x)}"
+    if w.fused_qkv and w.kv_heads % x:
+        return (
+            f"x={x} does not divide num_key_value_heads={w.kv_heads}, which are in one matrix with the query heads; use x <= "
+            f"{_below(w.kv_heads, x)}"
+        )
     if x <= w.kv_heads and w.kv_heads % x:
         return f"x={x} does not divide num_key_value_heads={w.kv_heads}; use x <= {_below(w.kv_heads, x)}"
     if x > w.kv_heads and x % w.kv_heads:
@@ -141,12 +146,12 @@ def search(
         keeps = (0, gathered_bytes // 2, gathered_bytes) if weights == "streamed" and z > 1 else (0,)
         for micro_batches in divisors(global_batch_sequences // (data * z)):
             tokens = global_batch_sequences // (data * z * micro_batches) * length
-            by_tokens = why_not_by_tokens(y, x, tokens) if "token-sharded" in activations else None
-            if by_tokens is not None and x * y > 1:
+            by_tokens = why_not_by_tokens(y, x, length) if "token-sharded" in activations else None
+            if by_tokens is not None:
                 considered += 1
                 layout = Layout(data, z, y, x, micro_batches, weights=weights, activations="token-sharded")
                 rejected.append(Rejected(layout, by_tokens))
-            ways = _ways(activations, keep_inputs, by_tokens is None and x * y > 1)
+            ways = _ways(activations if x * y > 1 else ("replicated",), keep_inputs, by_tokens is None)
             for (kind, keeps_inputs), recompute, keep_bytes in product(ways, checkpointing, keeps):
                 considered += 1
                 layout = Layout(
@@ -163,22 +168,23 @@ def search(
     return Plan(ranked, rejected, considered, ranks, limit_bytes)
 
 
-def why_not_by_tokens(y: int, x: int, tokens: int) -> str | None:
-    """Why activations cannot be cut by their tokens; None if they can. All families of `workload` allow it."""
+def why_not_by_tokens(y: int, x: int, length: int) -> str | None:
+    """Why activations cannot be cut by their tokens; None if they can. All families of `workload` allow it.
+
+    The tokens of each batch have to divide, also of a last one with fewer sequences: those of a sequence are asked for.
+    """
     for axis, ranks in (("x", x), ("y", y)):
-        if tokens % ranks:
-            return (
-                f"{axis}={ranks} does not divide the {tokens} tokens of a micro-batch, so they cannot be cut"
-            )
+        if length % ranks:
+            return f"{axis}={ranks} does not divide the {length} tokens of a sequence, so they cannot be cut"
     return None
 
 
 def _ways(
     activations: tuple[Activations, ...], keep_inputs: tuple[bool, ...], by_tokens: bool
 ) -> list[tuple[Activations, bool]]:
-    """(activations, are gathered inputs kept) of a grid; with one tensor rank there is nothing to cut by tokens."""
+    """(activations, are gathered inputs kept) of a grid; ``by_tokens``: can its sequences be cut?"""
     ways: list[tuple[Activations, bool]] = []
-    if "replicated" in activations or not by_tokens:
+    if "replicated" in activations:
         ways.append(("replicated", True))
     if "token-sharded" in activations and by_tokens:
         ways += [("token-sharded", keep) for keep in keep_inputs]

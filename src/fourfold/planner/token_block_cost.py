@@ -183,7 +183,7 @@ def token_block_passes(workload: Workload, length: int, given: Given) -> tuple[P
         shared_s = 2 * send("all_reduce", "y", schedule.weight_bytes * tokens * kv)
         link_b["y"] += shared_s
         exposed_b["y"] += shared_s
-    # Each by itself, as with FSDP2; streamed weights sum those of all blocks together, which takes a little less.
+    # Each by itself and in every micro-batch, as with FSDP2; streamed weights sum those of all blocks together, once a step.
     for axis, elements in _replicas(w, y, x, samples):
         replica_s = send("all_reduce", axis, schedule.gradient_bytes * elements)
         link_b[axis] += replica_s

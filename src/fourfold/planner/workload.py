@@ -19,6 +19,9 @@ _UNGATED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "starc
 # Families that multiply q, k and v in one matrix, and those whose norms of q and k look at all heads of a rank.
 _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "bloom", "mpt", "persimmon", "falcon")
 _NORMS_ALL_HEADS = ("olmo2", "olmo3")
+# Families whose positions are not in q and k, and those whose attention is given slopes (ALiBi).
+_NOT_ROTATED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt", "bloom", "mpt")
+_SLOPES = ("bloom", "mpt", "falcon")
 # The same thing in the words of several families.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -53,6 +56,10 @@ class Workload:
     activation: str = ""  # the function of an MLP, as transformers names it
     fused_qkv: bool = False  # q, k and v are one matrix
     norms_all_heads: bool = False  # q and k have norms over the heads of a rank together
+    rotates: bool = True  # positions are in q and k, which are made anew by it
+    by_sample_and_head: bool = (
+        False  # attention is given slopes, of which a y rank's samples have no part of their own
+    )
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -119,7 +126,8 @@ class Workload:
         """What of attention's core y ranks share out where activations are token-sharded; samples of any number divide."""
         if self.cuts_heads(y * x):
             return "heads"
-        return "whole" if samples is not None and samples % y else "samples"
+        uneven = samples is not None and samples % y != 0
+        return "whole" if uneven or self.by_sample_and_head else "samples"
 
     # -- work ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +177,7 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
     hidden, layers, heads = (_integer(config, n) for n in ("hidden", "layers", "heads"))
     ffn = _first(config, "ffn")
     ffn = 4 * hidden if ffn is None else int(ffn)
-    kv_heads = config.get("num_key_value_heads")
+    kv_heads = _kv_heads(config, family, heads)
     head_dim = config.get("head_dim")
     is_gpt2 = family in ("gpt2", "gpt_bigcode")
     return Workload(
@@ -178,7 +186,7 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         ffn=ffn,
         layers=layers,
         heads=heads,
-        kv_heads=heads if kv_heads is None else int(kv_heads),
+        kv_heads=kv_heads,
         head_dim=hidden // heads if head_dim is None else int(head_dim),
         vocabulary=int(config["vocab_size"]),
         gated=family in _GATED,
@@ -189,7 +197,21 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         activation=str(_first(config, "activation") or ("gelu_new" if is_gpt2 else "")),
         fused_qkv=family in _FUSED_QKV,
         norms_all_heads=family in _NORMS_ALL_HEADS,
+        rotates=family not in _NOT_ROTATED,
+        by_sample_and_head=family in _SLOPES,
     )
+
+
+def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
+    """In the words of each family."""
+    if family == "gpt_bigcode":
+        return 1 if config.get("multi_query", True) else heads
+    if family == "falcon":
+        if config.get("new_decoder_architecture"):
+            return int(config.get("num_kv_heads") or heads)
+        return 1 if config.get("multi_query", True) else heads
+    found = config.get("num_key_value_heads")
+    return heads if found is None else int(found)
 
 
 def _check_family(family: str, config: dict[str, Any]) -> None:

@@ -47,7 +47,9 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
         before = from_dict(values["config"])
     except ValueError:  # of another version, or of no run
         return None
-    given = run.engine.model_fields_set
+    given = CHOSEN_ALONG & run.engine.model_fields_set
+    # With one tensor rank there is nothing to cut, whatever was asked for.
+    cuts = before.grid.x * before.grid.y > 1
     is_same = (
         before.grid.size == ranks
         and before.grid.cluster == run.grid.cluster
@@ -56,9 +58,13 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
         and before.data.sequence_length == run.data.sequence_length
         and before.engine.precision == run.engine.precision
         and run.engine.weights in ("auto", before.engine.weights)
-        and run.engine.activations in ("auto", before.engine.activations)
+        and (not cuts or run.engine.activations in ("auto", before.engine.activations))
         and run.batch.micro_batch_sequences in (None, before.batch.micro_batch_sequences)
-        and all(getattr(run.engine, name) == getattr(before.engine, name) for name in CHOSEN_ALONG & given)
+        and all(
+            getattr(run.engine, name) == getattr(before.engine, name)
+            for name in given
+            if cuts or name != "keep_inputs"
+        )
     )
     if not is_same:
         return None

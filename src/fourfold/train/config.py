@@ -379,6 +379,20 @@ class RunConfig(Section):
             f"evaluation.sequences={self.evaluation.sequences} does not divide over {words} = {ranks} ranks; use {near}"
         )
 
+    @model_validator(mode="after")
+    def tokens_can_be_cut(self) -> RunConfig:
+        """Of each batch, also of the last part of an evaluation: so a sequence's length has to divide."""
+        if self.engine.activations != "token-sharded" or self.grid.auto:
+            return self
+        length = self.data.sequence_length
+        for axis, ranks in (("x", self.grid.x), ("y", self.grid.y)):
+            if length % ranks:
+                raise ValueError(
+                    f"engine.activations='token-sharded' cuts sequences over the tensor axes, and grid.{axis}={ranks} does not "
+                    f"divide data.sequence_length={length}; use {max(1, length // ranks) * ranks}, or 'auto'"
+                )
+        return self
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """The grid of this job; with a lighthouse it is one replica of the data axis."""

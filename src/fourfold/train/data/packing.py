@@ -26,16 +26,19 @@ def check_documents_stay_apart(model: nn.Module, grid: Grid, *, rows: int, vocab
     """
     drawn = torch.Generator().manual_seed(0)
     document = math.lcm(DOCUMENT_TOKENS, grid.x, grid.y)  # so that tokens can be dealt out to tensor ranks
-    ids = torch.randint(vocab_size, (rows, 2 * document), generator=drawn)
-    other = ids.clone()
-    other[:, :document] = (ids[:, :document] + vocab_size // 2) % vocab_size
-    positions = torch.arange(document, device=grid.device).repeat(rows, 2)
+    ids = torch.randint(vocab_size, (rows, 3 * document), generator=drawn)
+    # Two documents, the second of which begins elsewhere in every other row: a row with another's mask would show.
+    begins = document * (1 + torch.arange(rows) % 2).unsqueeze(1)
+    places = torch.arange(3 * document).expand(rows, -1)
+    in_second = places >= begins
+    other = torch.where(in_second, ids, (ids + vocab_size // 2) % vocab_size)
+    positions = torch.where(in_second, places - begins, places).to(grid.device)
     found = []
     with evaluating(model):
         for given in (ids, other):
             own = model(input_ids=given.to(grid.device), position_ids=positions).logits
             whole = full_logits(own, grid, vocab_size=vocab_size, batch=ids.shape)
-            found.append(whole[:, document:].float())
+            found.append(whole[in_second.to(whole.device)].float())
     logits, changed = found
     if (logits - changed).abs().max() > TOLERANCE * logits.abs().max():
         attention = getattr(getattr(model, "config", None), "_attn_implementation", "unknown")
