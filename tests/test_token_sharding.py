@@ -1,6 +1,7 @@
 """Token-sharded activations: exact, no byte more, and nothing kept or computed twice."""
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -397,12 +398,13 @@ def refusals(shape: Shape) -> list[str]:
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
     no_norm = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes))
     attempts.append(lambda: ff.parallelize(no_norm, grid, activations="token-sharded"))
-    messages = []
-    for attempt in attempts:
-        with pytest.raises(Refused) as caught:
-            attempt()
-        messages.append(str(caught.value))
-    return messages
+    return [refusal(attempt) for attempt in attempts]
+
+
+def refusal(attempt: Callable[[], Any]) -> str:
+    with pytest.raises(Refused) as caught:
+        attempt()
+    return str(caught.value)
 
 
 def masked_by_blocks() -> str:
@@ -414,9 +416,7 @@ def masked_by_blocks() -> str:
     attention.register_forward_pre_hook(
         lambda _, args, kwargs: (args, kwargs | {"attention_mask": mask}), with_kwargs=True, prepend=True
     )
-    with pytest.raises(Refused) as caught:
-        model(input_ids=ids)
-    return str(caught.value)
+    return refusal(lambda: model(input_ids=ids))
 
 
 def test_a_mask_that_cannot_be_cut_is_refused(pool: RankPool) -> None:
@@ -431,9 +431,7 @@ def used_twice() -> str:
     grid = Grid.create((1, 1, 1, 2))
     model, _ = prepare(grid, "llama")
     model(input_ids=batch(2, 12)[0])
-    with pytest.raises(Refused) as caught:
-        local_weight(model.model.norm, "weight")
-    return str(caught.value)
+    return refusal(lambda: local_weight(model.model.norm, "weight"))
 
 
 def test_a_weight_whose_uses_do_not_agree_is_refused(pool: RankPool) -> None:

@@ -87,7 +87,8 @@ def interleave(
     """Let ``model`` compute the two halves of its batch in turns.
 
     What cannot be halved by its rows (one sequence, an unknown argument) goes through in one piece. ``count`` tells how many
-    labels of the global batch count, of labels, labels that are shifted already, and what stands for none. Where ``tokens`` are cut, halves that cannot be cut alike go in one piece as well.
+    labels of the global batch count, of labels, labels that are shifted already, and what stands for none. Where
+    ``tokens`` are cut, halves that cannot be cut alike go in one piece as well.
     """
     inner = model.forward
     names = list(inspect.signature(inner).parameters)

@@ -16,6 +16,18 @@ AXES: tuple[Literal["x", "y", "z", "data"], ...] = (
 Activations = Literal["replicated", "token-sharded"]
 
 
+def undivided_axis(length: int, y: int, x: int) -> tuple[str, int] | None:
+    """The tensor axis, and its ranks, that does not divide a sequence, which so cannot be cut by its tokens; None if both do.
+
+    The tokens of every batch of a run have to divide, also of a last one with fewer sequences: so those of a sequence.
+
+    Example:
+        >>> undivided_axis(1024, 2, 3)
+        ('x', 3)
+    """
+    return next(((axis, ranks) for axis, ranks in (("x", x), ("y", y)) if length % ranks), None)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The sizes of the four axes, and what else a plan decides."""

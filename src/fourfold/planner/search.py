@@ -9,7 +9,7 @@ from typing import Literal
 
 from fourfold.planner.cluster import Cluster
 from fourfold.planner.compute_cost import Kernels
-from fourfold.planner.layout import FOURFOLD, Activations, Layout, Schedule
+from fourfold.planner.layout import FOURFOLD, Activations, Layout, Schedule, undivided_axis
 from fourfold.planner.memory import WORK_BYTES
 from fourfold.planner.step_cost import Estimate, Prices, estimate_with
 from fourfold.planner.workload import Workload
@@ -146,12 +146,14 @@ def search(
         keeps = (0, gathered_bytes // 2, gathered_bytes) if weights == "streamed" and z > 1 else (0,)
         for micro_batches in divisors(global_batch_sequences // (data * z)):
             tokens = global_batch_sequences // (data * z * micro_batches) * length
-            by_tokens = why_not_by_tokens(y, x, length) if "token-sharded" in activations else None
-            if by_tokens is not None:
+            undivided = undivided_axis(length, y, x)
+            if undivided is not None and "token-sharded" in activations:
                 considered += 1
                 layout = Layout(data, z, y, x, micro_batches, weights=weights, activations="token-sharded")
-                rejected.append(Rejected(layout, by_tokens))
-            ways = _ways(activations if x * y > 1 else ("replicated",), keep_inputs, by_tokens is None)
+                axis, axis_ranks = undivided
+                reason = f"{axis}={axis_ranks} does not divide the {length} tokens of a sequence, so they cannot be cut"
+                rejected.append(Rejected(layout, reason))
+            ways = _ways(activations if x * y > 1 else ("replicated",), keep_inputs, undivided is None)
             for (kind, keeps_inputs), recompute, keep_bytes in product(ways, checkpointing, keeps):
                 considered += 1
                 layout = Layout(
@@ -168,21 +170,10 @@ def search(
     return Plan(ranked, rejected, considered, ranks, limit_bytes)
 
 
-def why_not_by_tokens(y: int, x: int, length: int) -> str | None:
-    """Why activations cannot be cut by their tokens; None if they can. All families of `workload` allow it.
-
-    The tokens of each batch have to divide, also of a last one with fewer sequences: those of a sequence are asked for.
-    """
-    for axis, ranks in (("x", x), ("y", y)):
-        if length % ranks:
-            return f"{axis}={ranks} does not divide the {length} tokens of a sequence, so they cannot be cut"
-    return None
-
-
 def _ways(
     activations: tuple[Activations, ...], keep_inputs: tuple[bool, ...], by_tokens: bool
 ) -> list[tuple[Activations, bool]]:
-    """(activations, are gathered inputs kept) of a grid; ``by_tokens``: can its sequences be cut?"""
+    """(activations, are gathered inputs kept) of a grid; ``by_tokens``: can its sequences be cut? All families allow it."""
     ways: list[tuple[Activations, bool]] = []
     if "replicated" in activations:
         ways.append(("replicated", True))

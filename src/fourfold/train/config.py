@@ -24,6 +24,8 @@ from pydantic import (
     model_validator,
 )
 
+from fourfold.planner.layout import undivided_axis
+
 MAX_BYTES = 2**20  # of the file
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -381,17 +383,15 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def tokens_can_be_cut(self) -> RunConfig:
-        """Of each batch, also of the last part of an evaluation: so a sequence's length has to divide."""
-        if self.engine.activations != "token-sharded" or self.grid.auto:
-            return self
         length = self.data.sequence_length
-        for axis, ranks in (("x", self.grid.x), ("y", self.grid.y)):
-            if length % ranks:
-                raise ValueError(
-                    f"engine.activations='token-sharded' cuts sequences over the tensor axes, and grid.{axis}={ranks} does not "
-                    f"divide data.sequence_length={length}; use {max(1, length // ranks) * ranks}, or 'auto'"
-                )
-        return self
+        undivided = undivided_axis(length, self.grid.y, self.grid.x)
+        if self.engine.activations != "token-sharded" or self.grid.auto or undivided is None:
+            return self
+        axis, ranks = undivided
+        raise ValueError(
+            f"engine.activations='token-sharded' cuts sequences over the tensor axes, and grid.{axis}={ranks} does not divide "
+            f"data.sequence_length={length}; use {max(1, length // ranks) * ranks}, or 'auto'"
+        )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -15,6 +15,7 @@ from fourfold.grid import Grid
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.report import Report
+from fourfold.planner.layout import undivided_axis
 from fourfold.train.config import EngineSection, ModelSection
 
 logger = logging.getLogger(__name__)
@@ -28,11 +29,11 @@ def build_model(
     ``length``: of the sequences to come. Where tensor ranks do not divide it, some batch could not be cut by its tokens.
     """
     activations = engine.activations
-    if activations == "auto" and any(length % ranks for ranks in (grid.x, grid.y)):
+    undivided = undivided_axis(length, grid.y, grid.x)
+    if activations == "auto" and undivided is not None:
         logger.warning(
-            "x=%d or y=%d does not divide the %d tokens of a sequence: activations are replicated",
-            grid.x,
-            grid.y,
+            "%s=%d does not divide the %d tokens of a sequence: activations are replicated",
+            *undivided,
             length,
         )
         activations = "replicated"
