@@ -1,9 +1,13 @@
 """The dry run is the real thing: the same collectives, the same memory, the same errors, at any size."""
 
+import json
+from collections import Counter
+
 import pytest
 from transformers import LlamaConfig, OPTConfig, Qwen2Config
 
 from benchmarks import dryrun as benchmark
+from fourfold.cli.main import main
 from fourfold.dry_run.events import Operation, Start, Wait
 from fourfold.dry_run.run import dryrun
 
@@ -111,6 +115,38 @@ def test_each_wait_is_for_a_collective_that_started():
 def test_what_the_real_start_would_refuse_is_refused(shape, sequences, words):
     with pytest.raises(ValueError, match=words):
         dryrun(config(), shape, sequences=sequences, length=32)
+
+
+def test_the_command_says_what_was_decided_and_what_has_no_effect(tmp_path, capsys):
+    """A plan's choice can be dry-run: inputs that come again, and weights that stay."""
+    config(num_hidden_layers=2, hidden_size=512, intermediate_size=1024).save_pretrained(tmp_path)
+    words = ["dryrun", str(tmp_path), "--grid", "1,2,1,2", "--sequences", "4", "--length", "16"]
+    out = tmp_path / "out.json"
+    found = {}
+    for name, more in {
+        "usual": ["--weights", "streamed"],
+        "again": ["--weights", "streamed", "--no-keep-inputs"],
+        "kept weights": ["--weights", "streamed", "--keep-weights-bytes", str(2**30)],
+        "idle": [
+            "--activations",
+            "replicated",
+            "--no-keep-inputs",
+            "--weights",
+            "fsdp2",
+            "--keep-weights-bytes",
+            "5",
+        ],
+    }.items():
+        assert main([*words, *more, "--json", str(out)]) == 0
+        found[name] = json.loads(out.read_text()), capsys.readouterr().out
+    counts = {n: Counter(e.get("purpose") for e in done["events"]) for n, (done, _) in found.items()}
+    assert found["usual"][0]["activations"] == "token-sharded"
+    assert "activations: token-sharded" in found["usual"][1]
+    assert "has no effect" not in found["usual"][1]
+    assert counts["again"]["regather"] > 0 == counts["usual"]["regather"]
+    assert 0 < counts["kept weights"]["weight"] < counts["usual"]["weight"]
+    assert "Overlap(keep_inputs=False) has no effect with replicated activations" in found["idle"][1]
+    assert "Overlap(keep_bytes=5) has no effect with fsdp2 weights" in found["idle"][1]
 
 
 def test_code_that_asks_for_a_number_is_named():

@@ -113,6 +113,16 @@ def test_activations_are_compared_or_given(config, capsys, tmp_path, activations
     assert bool(said) == (activations != "replicated")
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"), [([], {True, False}), (["--keep-inputs"], {True}), (["--no-keep-inputs"], {False})]
+)
+def test_inputs_are_kept_come_again_or_both_are_compared(config, tmp_path, words, expected):
+    out = tmp_path / "plan.json"
+    assert plan(config, "--json", str(out), *words) == 0
+    layouts = [e["layout"] for e in json.loads(out.read_text())["ranked"]]
+    assert {e["keep_inputs"] for e in layouts if e["activations"] == "token-sharded"} == expected
+
+
 def test_what_is_lacking_is_listed(capsys):
     assert main(["plan", "--cluster", "dgx-h100", "--length", "8"]) == 2
     assert "needs config.json, --gpus, --sequences" in capsys.readouterr().err

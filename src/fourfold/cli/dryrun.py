@@ -74,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
         rank=options.rank,
         every_block=options.every_block,
     )
-    if options.roles:
-        print(result.report)
+    # What was decided, and what of the options has no effect; with the roles they are in the report.
+    print(result.report if options.roles else "\n".join(result.report.notes))
     print(result)
     if options.json:
         peak = result.peak

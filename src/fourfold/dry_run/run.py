@@ -32,6 +32,7 @@ from fourfold.parallel.loss import count_labels
 from fourfold.parallel.optimizer import on_shards
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import ActivationCheckpointing, arrange
+from fourfold.parallel.refused import line_of_model
 from fourfold.parallel.report import Report
 from fourfold.parallel.tokens import ActivationsWanted
 from fourfold.parallel.weights import Precision, Weights, accumulating
@@ -52,9 +53,7 @@ class DryRun:
 
     def __str__(self) -> str:
         data, z, y, x = self.shape
-        title = f"{self.report.model} on (data={data}, z={z}, y={y}, x={x})"
-        title += f", {self.report.activations} activations" if y * x > 1 else ""
-        title += ": one rank's step, no device has run it"
+        title = f"{self.report.model} on (data={data}, z={z}, y={y}, x={x}): one rank's step, no device has run it"
         if self.blocks_traced is not None:
             title += "; {} of {} like blocks traced".format(*self.blocks_traced)
         return show(title, self.trace, self.peak)
@@ -122,10 +121,7 @@ def dryrun(
             try:
                 trace = _trace(model, grid, report, own // micro_batches, length, micro_batches, max_norm)
             except DataDependentOutputException as error:
-                engine = ("/torch/", "/fourfold/")
-                called = traceback.extract_tb(error.__traceback__)
-                frames = [f for f in called if not any(part in f.filename for part in engine)]
-                line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"
+                line = line_of_model(traceback.extract_tb(error.__traceback__))
                 raise ValueError(
                     f"{report.model} asks what a number is that only a device would know ({line}), so a dry run cannot follow "
                     "it; plan by formulas alone (fourfold plan --simulate 0, ff.plan(simulate=0))"

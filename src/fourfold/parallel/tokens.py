@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from fourfold.grid import Axis, Grid
 from fourfold.parallel.collectives import Collectives
-from fourfold.parallel.refused import Refused
+from fourfold.parallel.refused import Refused, line_of_model
 from fourfold.parallel.sums import GradientAxes
 
 # How they are cut; and what is asked for: "auto" cuts them by their tokens too, where the model's code allows it.
@@ -222,11 +222,9 @@ class StandIn(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         module = next(a.module for a in tree_leaves((args, kwargs)) if isinstance(a, StandIn))
-        frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename]
-        line = next((f for f in reversed(frames) if f.filename != __file__), None)
-        where = f", {line.filename}:{line.lineno}: {line.line}" if line else ""
+        line = line_of_model(traceback.extract_stack())
         raise Refused(
-            f"{module} computes with its input otherwise than by its projections ({function}{where}), but of token-sharded "
+            f"{module} computes with its input otherwise than by its projections ({function}, {line}), but of token-sharded "
             "activations it has only a part; use activations='replicated'"
         )
 
