@@ -29,10 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.stock import Stock
 from fourfold.grid import Grid, join_world
 from fourfold.train.checkpoint import Checkpoints
-from fourfold.train.config import RunConfig, from_dict
+from fourfold.train.config import RunConfig
 from fourfold.train.data.manifest import Manifest
 from fourfold.train.data.shards import ShardWriter, token_dtype
 from fourfold.train.data.tokenizer import TokenizerFacts
+from fourfold.train.run_file import from_dict
 from fourfold.train.trainer import Callback, StepResult, Trainer
 from fourfold.train.watchers import callbacks_of
 

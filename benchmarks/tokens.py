@@ -5,8 +5,8 @@ On eight ranks of one host, (1, 1, 2, 4) and (1, 1, 4, 2), against the same grid
     saved    numbers that a block keeps for backward (saved-tensor hooks, each storage once), equal to the formulas below
     FLOPs    of a rank's step (FlopCounterMode), equal to the formulas below
     sent     bytes of activations by axis, equal to those of replicated activations; what is gathered again apart
-    step     the median time of forward and backward, below that of replicated activations; measured in turns. It is so where
-             a block is large enough: with --hidden 512 --length 512 more calls cost more than less work saves on (1, 1, 2, 4)
+    step     the median time of forward and backward, below that of replicated activations; measured in turns. With
+             smaller blocks (--hidden, --length) less is saved, and there are as many calls
 
     python -m benchmarks.tokens
     python -m benchmarks.tokens --only step --rounds 21

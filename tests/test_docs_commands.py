@@ -15,8 +15,8 @@ import fourfold as ff
 from benchmarks import quickstart
 from fourfold.cli.main import main as fourfold
 from fourfold.planner import cluster
-from fourfold.train.config import from_dict, load_run
 from fourfold.train.describe_config import model_config
+from fourfold.train.run_file import from_dict, load_run
 from tests import prepared, shown
 from tests.documented import (
     PAGES,

@@ -19,9 +19,10 @@ from fourfold.faults.injector import Injector
 from fourfold.grid import Grid
 from fourfold.ranks import RankError
 from fourfold.train.checkpoint import Checkpoints
-from fourfold.train.config import RunConfig, load_run
+from fourfold.train.config import RunConfig
 from fourfold.train.console import Lines
 from fourfold.train.hang import LostRanks
+from fourfold.train.run_file import load_run
 from fourfold.train.run_report import RunReport
 from fourfold.train.stop import StopRequest
 from fourfold.train.trainer import Trainer

@@ -17,8 +17,9 @@ from fourfold import RankPool
 from fourfold.grid import keep_ranks
 from fourfold.planner.cluster import preset, to_toml
 from fourfold.train.automatic import layout_of_checkpoint, settle
-from fourfold.train.config import RunConfig, from_dict
+from fourfold.train.config import RunConfig
 from fourfold.train.idle import tell_idle, wait_idle
+from fourfold.train.run_file import from_dict
 from tests import elastic_rank
 from tests.training import write_run
 

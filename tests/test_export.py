@@ -14,7 +14,7 @@ from benchmarks import export as round_trips
 from benchmarks.memory import resident_mb
 from fourfold import Grid, RankPool
 from fourfold.cli.main import main
-from fourfold.train import config as configs
+from fourfold.train import run_file
 from fourfold.train.checkpoint import Checkpoints, Training
 from fourfold.train.checkpoint.folder import LocalFolder, open_folder
 from fourfold.train.checkpoint.manifest import Damaged
@@ -175,7 +175,7 @@ def test_an_object_store_takes_it(run: Path, tmp_path: Path) -> None:
 
 
 def train(run: dict[str, Any]) -> None:
-    settings = configs.from_dict(run)
+    settings = run_file.from_dict(run)
     callbacks = [Evaluation(2, every_steps=2), JsonLines(settings.logging.folder)]
     trainer = Trainer(settings, Grid.create((1, 1, 1, 1)), callbacks)
     with Checkpoints(settings.checkpoints.folder) as checkpoints:

@@ -7,9 +7,10 @@ from itertools import pairwise
 import pytest
 from pydantic import BaseModel
 
-from fourfold.train import config
-from fourfold.train.config import ConfigError, RunConfig, ScheduleSection
+from fourfold.train import run_file
+from fourfold.train.config import RunConfig, ScheduleSection
 from fourfold.train.describe_config import SIZES, reference, starting_file
+from fourfold.train.run_file import ConfigError
 from fourfold.train.schedule import rate_of_step
 
 LEAST = {"model": {"config": "config.json"}, "data": {"sources": [{"path": "text"}]}}
@@ -18,8 +19,8 @@ LEAST = {"model": {"config": "config.json"}, "data": {"sources": [{"path": "text
 def changed(*changes: str) -> RunConfig:
     values = {"seed": 1, **{key: dict(value) for key, value in LEAST.items()}}
     for change in changes:
-        config.apply(values, change)
-    return config.from_dict(values)
+        run_file.apply(values, change)
+    return run_file.from_dict(values)
 
 
 def sections(section: type[BaseModel]) -> list[type[BaseModel]]:
@@ -80,7 +81,7 @@ def test_a_mistake_is_named_with_the_way_out(change, words):
 
 def test_a_missing_section_says_what_it_is_for():
     with pytest.raises(ConfigError, match=r"data is missing"):
-        config.from_dict({"model": LEAST["model"]})
+        run_file.from_dict({"model": LEAST["model"]})
 
 
 def test_what_is_set_on_the_command_line_wins(tmp_path):
@@ -88,15 +89,15 @@ def test_what_is_set_on_the_command_line_wins(tmp_path):
     path.write_text(
         'seed = 1\n[model]\nconfig = "c.json"\n[data]\nsources = [{path = "t"}]\n[optimizer]\nlr = 1e-3\n'
     )
-    run = config.load_run(path, ["optimizer.lr=3e-4", "grid.x=2", "checkpoints.every_steps=5"])
+    run = run_file.load_run(path, ["optimizer.lr=3e-4", "grid.x=2", "checkpoints.every_steps=5"])
     assert (run.seed, run.optimizer.lr, run.grid.x, run.checkpoints.every_steps) == (1, 3e-4, 2, 5)
     with pytest.raises(ConfigError, match="sets nothing"):
-        config.load_run(path, ["optimizer.lr"])
+        run_file.load_run(path, ["optimizer.lr"])
 
 
 def test_no_file_points_to_init(tmp_path):
     with pytest.raises(ConfigError, match="fourfold init"):
-        config.load_run(tmp_path / "none.toml")
+        run_file.load_run(tmp_path / "none.toml")
 
 
 def test_every_field_has_a_sentence():
@@ -111,7 +112,7 @@ def test_every_field_has_a_sentence():
 @pytest.mark.parametrize("size", list(SIZES))
 def test_a_starting_file_is_a_run_and_has_every_field(size):
     text = starting_file(size, model="model/config.json", data="text")
-    run = config.from_dict(tomllib.loads(text))
+    run = run_file.from_dict(tomllib.loads(text))
     assert run.optimizer.lr == SIZES[size].lr
     for section in sections(RunConfig):
         for name in section.model_fields:

@@ -17,9 +17,9 @@ from fourfold.grid import Grid
 from fourfold.ranks import RankPool
 from fourfold.train import peer_copy
 from fourfold.train.checkpoint import state
-from fourfold.train.config import ConfigError
 from fourfold.train.peer_copy import CopyError
 from fourfold.train.quorum import Quorum, dealt
+from fourfold.train.run_file import ConfigError
 from fourfold.train.trainer import Trainer
 from tests.training import on, write_run
 

@@ -17,9 +17,10 @@ from fourfold.launch import CONTINUE
 from fourfold.planner.layout import Layout
 from fourfold.ranks import RankError
 from fourfold.train.automatic import choose_layout, with_layout
-from fourfold.train.config import CHOSEN_ALONG, RunConfig, from_dict, load_run
+from fourfold.train.config import CHOSEN_ALONG, RunConfig
 from fourfold.train.facts import facts_of
 from fourfold.train.run import on_all_ranks, train
+from fourfold.train.run_file import from_dict, load_run
 from fourfold.train.start import check, local_ranks
 from fourfold.train.trainer import Trainer, micro_batches
 from tests.training import as_toml, on, write_run

@@ -31,10 +31,10 @@ from fourfold.train.checkpoint.manifest import (
 )
 from fourfold.train.checkpoint.state import VALUES, read_values
 from fourfold.train.checkpoint.storage import Reader, read_rows
-from fourfold.train.config import ConfigError, load_run
 from fourfold.train.data.manifest import Manifest as DataManifest
 from fourfold.train.data.samples import Samples
 from fourfold.train.data.tokenizer import load_tokenizer
+from fourfold.train.run_file import ConfigError, load_run
 from tests import prepared
 from tests.checkpoints import save_steps
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from benchmarks.stock import Stock
 from fourfold.grid import Grid
 from fourfold.train.checkpoint import Checkpoints
-from fourfold.train.config import RunConfig, from_dict
+from fourfold.train.config import RunConfig
 from fourfold.train.describe_config import toml_value
+from fourfold.train.run_file import from_dict
 from fourfold.train.stop import StopRequest
 from fourfold.train.trainer import Callback, StepResult, Trainer
 from tests import prepared

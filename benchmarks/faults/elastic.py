@@ -189,8 +189,8 @@ def emulated() -> Cluster:
 
 
 def rank_main(file: Path) -> int:
-    from fourfold.train.config import load_run
     from fourfold.train.run import train
+    from fourfold.train.run_file import load_run
 
     config = load_run(file)
     # Attempts are told apart by when they begin: agents that came later count fewer.

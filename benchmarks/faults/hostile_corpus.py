@@ -28,9 +28,9 @@ from fourfold.train.checkpoint.folder import FileRecord, open_folder
 from fourfold.train.checkpoint.manifest import MANIFEST, Manifest, dump_json, find_damage, hash_file
 from fourfold.train.checkpoint.state import VALUES, read_values
 from fourfold.train.checkpoint.storage import Reader, read_rows
-from fourfold.train.config import load_run
 from fourfold.train.data.samples import Samples
 from fourfold.train.data.tokenizer import load_tokenizer
+from fourfold.train.run_file import load_run
 
 PLANTED = "import os\nos.mkdir({marker!r})\nclass Config: pass\n"
 HEADER = {

@@ -191,8 +191,8 @@ def rank_main(file: Path, seed: int, kills: int) -> int:
     from fourfold.faults.plant import Planted
     from fourfold.train.checkpoint.folder import open_folder
     from fourfold.train.checkpoint.latest import steps
-    from fourfold.train.config import load_run
     from fourfold.train.run import train as train_run
+    from fourfold.train.run_file import load_run
 
     config = load_run(file)
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])

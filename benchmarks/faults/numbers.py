@@ -24,9 +24,9 @@ from fourfold.faults.fault import Fault
 from fourfold.faults.injector import Injector
 from fourfold.grid import Grid
 from fourfold.train.checkpoint import Checkpoints
-from fourfold.train.config import load_run
 from fourfold.train.numbers_gone_bad import AT_LEAST, BadNumbers
 from fourfold.train.replicas import SameWeights
+from fourfold.train.run_file import load_run
 from fourfold.train.stragglers import Stragglers
 from fourfold.train.trainer import Callback, StepResult, Trainer
 from fourfold.train.watchers import callbacks_of

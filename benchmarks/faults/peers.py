@@ -33,9 +33,9 @@ from fourfold.faults.injector import Injector
 from fourfold.grid import Grid
 from fourfold.parallel.collectives import Flight
 from fourfold.ranks import RankError
-from fourfold.train.config import load_run
 from fourfold.train.hang import HangWatch, LostRanks
 from fourfold.train.hang.place import in_words
+from fourfold.train.run_file import load_run
 from fourfold.train.trainer import Callback, StepResult, Trainer
 
 Shape = tuple[int, int, int, int]

@@ -33,7 +33,7 @@ from fourfold.train.checkpoint.folder import LocalFolder, open_folder
 from fourfold.train.checkpoint.latest import newest_valid, steps
 from fourfold.train.checkpoint.manifest import find_damage
 from fourfold.train.checkpoint.state import Training
-from fourfold.train.config import load_run
+from fourfold.train.run_file import load_run
 from fourfold.train.trainer import Trainer
 
 DCP = "PyTorch 2.13's DCP"

@@ -34,9 +34,10 @@ from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
 from fourfold.ranks import RankError, RankPool
 from fourfold.train import peer_copy
-from fourfold.train.config import RunConfig, load_run
+from fourfold.train.config import RunConfig
 from fourfold.train.replicas import hash_of
 from fourfold.train.run import train
+from fourfold.train.run_file import load_run
 from fourfold.train.trainer import Callback, StepResult, Trainer
 
 # As in docs/reliability.md.

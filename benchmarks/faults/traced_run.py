@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fourfold.train.config import RunConfig, load_run
+from fourfold.train.config import RunConfig
 from fourfold.train.data.manifest import Manifest
 from fourfold.train.data.shards import ShardWriter, token_dtype
 from fourfold.train.data.tokenizer import TokenizerFacts
 from fourfold.train.describe_config import toml_value
+from fourfold.train.run_file import load_run
 from fourfold.train.trainer import Callback, StepResult, Trainer
 
 VOCABULARY = 160

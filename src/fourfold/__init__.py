@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fourfold.ranks import RankPool
     from fourfold.train.checkpoint.save import Checkpoints
     from fourfold.train.checkpoint.state import Training
-    from fourfold.train.config import RunConfig, load_run
+    from fourfold.train.config import RunConfig
+    from fourfold.train.run_file import load_run
     from fourfold.train.trainer import Callback, StepResult, Trainer
 
 __version__ = "0.1.0"
@@ -78,7 +79,8 @@ _HOMES = {
     "fourfold.ranks": ("RankPool",),
     "fourfold.train.checkpoint.save": ("Checkpoints",),
     "fourfold.train.checkpoint.state": ("Training",),
-    "fourfold.train.config": ("RunConfig", "load_run"),
+    "fourfold.train.config": ("RunConfig",),
+    "fourfold.train.run_file": ("load_run",),
     "fourfold.train.trainer": ("Callback", "StepResult", "Trainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

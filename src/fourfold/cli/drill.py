@@ -62,7 +62,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from fourfold.faults.fault import Fault
-    from fourfold.train.config import load_run
+    from fourfold.train.run_file import load_run
 
     faults = [Fault.parse(text) for text in options.fault]
     if options.compare:  # also in a step of Slurm
@@ -136,8 +136,8 @@ def _as_rank(options: argparse.Namespace, faults: Sequence[Fault]) -> int:
     from fourfold.faults.cluster import begin
     from fourfold.faults.drill import NOTES, without_trackers
     from fourfold.faults.injector import Injector
-    from fourfold.train.config import load_run
     from fourfold.train.run import train
+    from fourfold.train.run_file import load_run
 
     if options.started_here:
         config = without_trackers(load_run(options.file, options.set))

@@ -37,9 +37,9 @@ def add_to(commands: Any) -> None:
 
 
 def init(options: argparse.Namespace) -> int:
-    from fourfold.train.config import ConfigError
     from fourfold.train.data.manifest import NAME, Manifest
     from fourfold.train.describe_config import SIZES, model_config, starting_file
+    from fourfold.train.run_file import ConfigError
 
     if options.size not in SIZES:
         raise ConfigError(f"there is no size {options.size!r}; use one of {', '.join(SIZES)}")
@@ -63,8 +63,9 @@ def init(options: argparse.Namespace) -> int:
 
 
 def config(options: argparse.Namespace) -> int:
-    from fourfold.train.config import RunConfig, load_run
+    from fourfold.train.config import RunConfig
     from fourfold.train.describe_config import reference
+    from fourfold.train.run_file import load_run
 
     if options.file is not None:
         print(load_run(options.file, options.set).model_dump_json(indent=2))

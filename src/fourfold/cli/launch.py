@@ -190,7 +190,7 @@ def kubernetes(options: argparse.Namespace) -> int:
 def _checked(options: argparse.Namespace) -> tuple[Any, Any]:
     """The run and its world, refused before anybody waits for them."""
     from fourfold.launch.world import world_of
-    from fourfold.train.config import load_run
+    from fourfold.train.run_file import load_run
 
     config = load_run(options.file, options.set)
     if not config.checkpoints.resume:

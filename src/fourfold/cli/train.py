@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from fourfold.train.config import load_run
+    from fourfold.train.run_file import load_run
 
     changes = [*options.set]
     if options.profile is not None:

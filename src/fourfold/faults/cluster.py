@@ -13,7 +13,8 @@ from fourfold.train.checkpoint.commit import step_name
 from fourfold.train.checkpoint.folder import open_folder
 from fourfold.train.checkpoint.latest import steps
 from fourfold.train.checkpoint.manifest import find_damage
-from fourfold.train.config import RunConfig, load_run
+from fourfold.train.config import RunConfig
+from fourfold.train.run_file import load_run
 
 # How often a launcher has started this rank again: torchrun's word for it, and Slurm's.
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")

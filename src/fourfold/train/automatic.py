@@ -13,7 +13,8 @@ from fourfold.train.checkpoint.folder import open_folder
 from fourfold.train.checkpoint.latest import steps
 from fourfold.train.checkpoint.manifest import Damaged
 from fourfold.train.checkpoint.state import read_values
-from fourfold.train.config import CHOSEN_ALONG, RunConfig, from_dict
+from fourfold.train.config import CHOSEN_ALONG, RunConfig
+from fourfold.train.run_file import from_dict
 
 if TYPE_CHECKING:
     from fourfold.planner.layout import Layout
