@@ -60,7 +60,7 @@ def test_a_small_version_runs_through(tmp_path, capsys):
         "--models",
         "tiny",
         "--mbit",
-        "200",
+        "1000",
         "--steps",
         "2",
         "--minutes",
@@ -77,10 +77,10 @@ def test_a_small_version_runs_through(tmp_path, capsys):
     assert code == (0 if verdict[1] == "4" else 1)
     found = json.loads((tmp_path / "steps-tiny.json").read_text())
     assert set(found) == {"(4, 1, 1, 1)", "(1, 1, 1, 4)"}
-    assert all(len(of["200.0"]["seconds"]) == 2 for of in found.values())
+    assert all(len(of["1000.0"]["seconds"]) == 2 for of in found.values())
     assert (tmp_path / "plot.png").stat().st_size > 1000
     # What was measured is taken from the folder, and a plan that is wrong is found out.
     for shape, factor in (("(4, 1, 1, 1)", 1.0), ("(1, 1, 1, 4)", 100.0)):
-        found[shape]["200.0"]["seconds"] = [factor, factor]
+        found[shape]["1000.0"]["seconds"] = [factor, factor]
     (tmp_path / "steps-tiny.json").write_text(json.dumps(found))
     assert regret.main([*arguments, "--grids", *grids]) == 1
