@@ -15,7 +15,6 @@ from fourfold.ranks import RankPool
 
 STEPS = 21  # so many that what else the machine does stays out of the median
 UNACCOUNTED = 0.05
-ATTEMPTS = 3
 
 
 def steps(shape: tuple[int, int, int, int], weights: str, fault: bool) -> list[tuple[float, float, float]]:
@@ -45,33 +44,26 @@ def steps(shape: tuple[int, int, int, int], weights: str, fault: bool) -> list[t
     return seen[2:]
 
 
-def unaccounted(pool: RankPool, shape: tuple[int, int, int, int], weights: str, fault: bool = False) -> float:
-    """The share of the step that is neither, in the median step of the worst rank that is judged.
-
-    Of some attempts the best: a wait that is forgotten shows in all of them, a disturbance of the machine in some.
-    """
-    best = 1.0
-    for _ in range(ATTEMPTS):
-        ranks = pool.run(steps, 2, shape, weights, fault)[
-            : 1 if fault else 2
-        ]  # the late rank itself does not wait
-        shares = [sorted(abs(s - c - e) / s for s, c, e in rank)[STEPS // 2] for rank in ranks]
-        best = min(best, max(shares))
-        if best <= UNACCOUNTED:
-            break
-    return best
+def unaccounted(reports: list[list[tuple[float, float, float]]]) -> float:
+    """The share of the step that is neither, in the median step of the worst rank."""
+    shares = [sorted(abs(s - c - e) / s for s, c, e in rank)[STEPS // 2] for rank in reports]
+    return max(shares)
 
 
+@pytest.mark.flaky(
+    reruns=2
+)  # a wait that is forgotten shows each time, a disturbance of the machine at times
 @pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)])
 def test_compute_and_exposed_make_the_step(
     shape: tuple[int, int, int, int], weights: str, pool: RankPool
 ) -> None:
-    assert unaccounted(pool, shape, weights) <= UNACCOUNTED
+    assert unaccounted(pool.run(steps, 2, shape, weights, False)) <= UNACCOUNTED
 
 
 def test_a_forgotten_wait_shows(pool: RankPool) -> None:
-    assert unaccounted(pool, (1, 1, 1, 2), "streamed", fault=True) > UNACCOUNTED
+    waiting, _ = pool.run(steps, 2, (1, 1, 1, 2), "streamed", True)
+    assert unaccounted([waiting]) > UNACCOUNTED
 
 
 def wait_for_a_slow_rank(axis: Any) -> tuple[float, float, float]:
