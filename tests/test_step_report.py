@@ -50,9 +50,8 @@ def unaccounted(reports: list[list[tuple[float, float, float]]]) -> float:
     return max(shares)
 
 
-@pytest.mark.flaky(
-    reruns=2
-)  # a wait that is forgotten shows each time, a disturbance of the machine at times
+# A wait that is forgotten shows each time, a disturbance of the machine at times.
+@pytest.mark.flaky(reruns=2)
 @pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)])
 def test_compute_and_exposed_make_the_step(
