@@ -141,7 +141,8 @@ def test_a_calibrated_world_is_a_cluster_that_loads(pool, tmp_path):
 
 @needs_network
 @pytest.mark.limit(300)
-@pytest.mark.flaky(reruns=2)  # a machine that is busy elsewhere is slower than the link
+# A disturbance in small payloads reads as latency, and the rate comes out too high (153 in place of 120, once).
+@pytest.mark.flaky(reruns=2)
 def test_a_link_of_half_the_rate_is_found_to_be_one(tmp_path: Path):
     script = tmp_path / "rank.py"
     script.write_text(
