@@ -71,7 +71,6 @@ def test_bytes_that_are_not_in_the_formulas_are_noticed(pool):
     assert traffic.check("llama", (1, 2, 2, 2), "fsdp2", forward, backward[1:]) != []
 
 
-@pytest.mark.limit(300)
 def test_loading_holds_no_more_than_a_ranks_own_part():
     assert memory.main([]) == 0
 
@@ -118,7 +117,6 @@ def test_steps_between_hosts_are_measured_at_the_balanced_rate(capsys):
 
 
 @needs_cluster
-@pytest.mark.limit(400)
 def test_both_sides_of_the_headline_are_searched_and_timed(capfd):
     sizes = ["--hidden", "64", "--layers", "1", "--rounds", "3", "--hosts", "2"]
     code = headline.main(["--regimes", "strong", "--mbit", "1000", *sizes])

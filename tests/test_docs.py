@@ -36,7 +36,6 @@ def examples_of(name: str, given: dict[str, object]) -> tuple[int, list[str]]:
     return examples, said
 
 
-@pytest.mark.limit(300)
 def test_every_example_in_a_docstring_runs(pool, tmp_path):
     examples = 0
     for name in MODULES:

@@ -24,7 +24,6 @@ def config(**changes) -> LlamaConfig:
     return LlamaConfig(**{**sizes, **changes})
 
 
-@pytest.mark.limit(300)
 @pytest.mark.parametrize(
     ("shape", "weights", "precision", "activations"),
     [
@@ -45,8 +44,7 @@ def test_it_is_the_real_thing(pool, shape, weights, precision, activations):
 
 @pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
 @pytest.mark.parametrize(
-    ("checkpointing", "activations"),
-    [("none", "replicated"), ("full", "replicated"), ("full", "token-sharded")],
+    ("checkpointing", "activations"), [("none", "replicated"), ("full", "token-sharded")]
 )
 def test_like_blocks_need_not_be_traced_one_by_one(weights, checkpointing, activations):
     def run(every_block: bool):
@@ -93,7 +91,8 @@ def test_matmuls_have_the_flops_of_the_model():
 
 
 def test_each_wait_is_for_a_collective_that_started():
-    result = dryrun(config(), (1, 2, 2, 2), sequences=8, length=32, weights="streamed", target="cpu")
+    small = config(num_hidden_layers=2)
+    result = dryrun(small, (1, 2, 2, 2), sequences=8, length=32, weights="streamed", target="cpu")
     under_way: dict[tuple[str, ...], int] = {}
     for event in result.trace.events:
         if isinstance(event, Operation):

@@ -93,7 +93,6 @@ def test_the_closed_form_is_the_dry_run(model, layout):
     assert closed.total_bytes == pytest.approx(dry_bytes(model, layout), rel=BAR), closed
 
 
-@pytest.mark.limit(300)
 def test_a_deep_model_is_no_further_off():
     config = LlamaConfig(**{**MODELS["llama"].to_dict(), "num_hidden_layers": 24})
     layout = Layout(1, 8, 1, 2, 1, "full")

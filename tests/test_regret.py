@@ -53,7 +53,6 @@ def test_spearman_of_equal_values_shares_their_ranks():
 
 
 @needs_network
-@pytest.mark.limit(420)
 def test_a_small_version_runs_through(tmp_path, capsys):
     grids = ["4,1,1,1", "1,1,1,4"]
     arguments = [

@@ -26,7 +26,6 @@ from tests.training import on, write_run
 HEAD = "http://head:29510"
 
 
-@pytest.mark.limit(240)
 def test_a_lost_replica_costs_the_other_no_step() -> None:
     pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fourfold[torchft]'")
     found = torchft_replicas.measure(kills=1)

@@ -9,7 +9,6 @@ from benchmarks import learn, quickstart, throughput
 SMALL = ["--hidden", "64", "--layers", "1", "--length", "64", "--vocabulary", "400", "--megabytes", "1"]
 
 
-@pytest.mark.limit(240)
 def test_a_small_run_learns_the_same_on_a_grid_and_writes(capsys: pytest.CaptureFixture[str]) -> None:
     assert learn.main([*SMALL, "--steps", "240", "--grids", "1,1,2,1"]) == 0
     assert "the exported model writes: 'def __init__(self" in capsys.readouterr().out
@@ -23,7 +22,6 @@ def test_curves_that_part_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
     assert "furthest apart: 1.20e-02 at step 1" in capsys.readouterr().out
 
 
-@pytest.mark.limit(300)
 def test_the_quick_start_word_by_word(capsys: pytest.CaptureFixture[str]) -> None:
     """In the environment of the tests; `python -m benchmarks.quickstart` makes one of its own."""
     assert quickstart.main(["--here"]) == 0

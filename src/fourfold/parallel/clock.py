@@ -6,8 +6,9 @@ events around the wait tell, once the device has passed them, how long the strea
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -49,16 +50,48 @@ class CudaClock:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def busy_s() -> float:
-    """Seconds for which this thread had work and was not blocked: on a core, or waiting for one.
+def moment() -> tuple[float, float]:
+    """Now, by the clock, and the seconds for which this thread had work until now: on a core, or waiting for one.
 
-    Linux keeps the second for each thread; elsewhere this is the time on a core.
+    Linux keeps the second for each thread; elsewhere this is the time on a core. If the thread lost its core between the
+    readings, its wait for one has grown: then they are read again.
     """
-    try:
-        _, queued_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
-    except OSError:
-        queued_ns = "0"
-    return time.thread_time() + int(queued_ns) / 1e9
+    queue = getattr(_of_thread, "queue", None)
+    # A process that was forked has its parent's.
+    if queue is None or queue.thread != threading.get_native_id():
+        queue = _of_thread.queue = _Queue()
+    waited_ns = queue.waited_ns()
+    while True:
+        now_s, on_core_s = time.perf_counter(), time.thread_time()
+        before_ns, waited_ns = waited_ns, queue.waited_ns()
+        if waited_ns == before_ns:
+            return now_s, on_core_s + waited_ns / 1e9
+
+
+def busy_s() -> float:
+    """Seconds for which this thread had work until now."""
+    return moment()[1]
+
+
+class _Queue:
+    """How long this thread waited for a core. Its file stays open: to open it takes ten times as long as to read it."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_native_id()
+        try:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        except OSError:
+            self._file = -1
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+    def waited_ns(self) -> int:
+        return int(os.pread(self._file, 80, 0).split()[1]) if self._file >= 0 else 0
+
+
+_of_thread = threading.local()
 
 
 def clock_of(device_type: str) -> Clock:

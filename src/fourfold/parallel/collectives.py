@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from fourfold.grid import Axis
-from fourfold.parallel.clock import busy_s, clock_of
+from fourfold.parallel.clock import busy_s, clock_of, moment
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 # What a collective is for. Activations and weights are the algorithm's traffic; the rest is small and listed apart.
@@ -220,17 +220,9 @@ class Collectives:
             seconds.append(busy_s() - start_s - self._busy_in_waits_s)
             self._busy_in_waits_s = None
 
-    @contextmanager
-    def by_the_clock(self) -> Iterator[None]:
-        """What happens inside is computation as long as it takes, also where the kernel counts it as neither."""
-        if self._busy_in_waits_s is None:
-            yield
-            return
-        start_s, busy_before_s = time.perf_counter(), busy_s()
-        try:
-            yield
-        finally:
-            self.add_computing(time.perf_counter() - start_s - (busy_s() - busy_before_s))
+    def _mark(self) -> tuple[Any, float]:
+        """Now, and for how long this thread has been busy, if somebody wants to know that."""
+        return moment() if self._clock.immediate and self.measures_computing else (self._clock.mark(), 0.0)
 
     @property
     def measures_computing(self) -> bool:
@@ -238,7 +230,7 @@ class Collectives:
         return self._busy_in_waits_s is not None
 
     def add_computing(self, seconds: float) -> None:
-        """Another thread computed for this step."""
+        """So much was computed in another thread; what is below 0 was no computation of this one."""
         if self._busy_in_waits_s is not None:
             self._busy_in_waits_s -= seconds
 
@@ -299,9 +291,8 @@ class Collectives:
             work.get_future().add_done_callback(landed)
 
         def wait() -> None:
-            busy_before_s = busy_s() if self._busy_in_waits_s is not None else 0.0
             start_ns = time.time_ns()
-            start = self._clock.mark()
+            start, busy_before_s = self._mark()
             try:
                 # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
                 work.wait()
@@ -309,10 +300,9 @@ class Collectives:
                 for observer in self.observers if flight is not None else ():
                     observer.failed(flight, error)  # type: ignore[arg-type]
                 raise
-            end = self._clock.mark()
+            end, busy_after_s = self._mark()
             end_ns = time.time_ns()
-            if self._busy_in_waits_s is not None:
-                self._busy_in_waits_s += busy_s() - busy_before_s
+            self.add_computing(busy_before_s - busy_after_s)
             if self._clock.immediate:
                 exposed_s = self._clock.elapsed_s(start, end)
                 self._add_exposed(key, exposed_s)

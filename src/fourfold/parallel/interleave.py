@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fourfold.grid import Grid
-from fourfold.parallel.clock import busy_s
+from fourfold.parallel.clock import moment
 from fourfold.parallel.loss import loss_of
 from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.refused import Refused
@@ -189,13 +189,13 @@ class Lanes:
 
     def _lay_down(self, turn: _Turn) -> None:
         if self.grid.collectives.measures_computing:
-            self.grid.collectives.add_computing(busy_s() - turn.busy_before_s)
-            turn.passed_on_s = time.perf_counter()
+            turn.passed_on_s, now_busy_s = moment()
+            self.grid.collectives.add_computing(now_busy_s - turn.busy_before_s)
 
     def _take_up(self, turn: _Turn) -> None:
         if self.grid.collectives.measures_computing:
-            self.grid.collectives.add_computing(time.perf_counter() - turn.passed_on_s)
-            turn.busy_before_s = busy_s()
+            now_s, turn.busy_before_s = moment()
+            self.grid.collectives.add_computing(now_s - turn.passed_on_s)
 
     def begin_section(self) -> None:
         """What this lane makes from here on runs, in backward, apart from the other lane's part of the section."""

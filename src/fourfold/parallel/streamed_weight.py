@@ -130,9 +130,7 @@ class StreamedWeight:
 
     def _resize(self, size_bytes: int) -> None:
         assert self._flat is not None
-        # On CPU the kernel holds up who changes the map of memory while Gloo's threads use it.
-        with self._collectives.by_the_clock():
-            self._flat.untyped_storage().resize_(size_bytes)
+        self._flat.untyped_storage().resize_(size_bytes)
 
     def block(self) -> Tensor:
         """The tensor that forward reads: a leaf, whose gradient comes back here."""

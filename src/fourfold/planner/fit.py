@@ -53,8 +53,10 @@ def fit_links(
         at = place(times.ranks, times.inner_ranks, devices_per_node)
         passes = 2 if times.kind == "all_reduce" else 1
         if len(times.seconds) > 1:
-            sizes, seconds = times.payload_bytes, times.seconds
-            slope = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+            # The steepest way to the largest one. A smaller payload that was disturbed makes its own way flatter, which would
+            # be a faster link; one that was not is enough.
+            *smaller, (most, most_s) = zip(times.payload_bytes, times.seconds, strict=True)
+            slope = max((most_s - seconds) / (most - size) for size, seconds in smaller)
             if slope > 0:
                 gbps = passes * (at.ranks - 1) / at.ranks / slope / 1e9
                 reached.setdefault((times.ranks, times.inner_ranks), {})[times.kind] = gbps
