@@ -44,7 +44,8 @@ def test_it_is_the_real_thing(pool, shape, weights, precision, activations):
 
 @pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
 @pytest.mark.parametrize(
-    ("checkpointing", "activations"), [("none", "replicated"), ("full", "token-sharded")]
+    ("checkpointing", "activations"),
+    [("none", "replicated"), ("full", "replicated"), ("full", "token-sharded")],
 )
 def test_like_blocks_need_not_be_traced_one_by_one(weights, checkpointing, activations):
     def run(every_block: bool):

@@ -68,11 +68,6 @@ def moment() -> tuple[float, float]:
             return now_s, on_core_s + waited_ns / 1e9
 
 
-def busy_s() -> float:
-    """Seconds for which this thread had work until now."""
-    return moment()[1]
-
-
 class _Queue:
     """How long this thread waited for a core. Its file stays open: to open it takes ten times as long as to read it."""
 

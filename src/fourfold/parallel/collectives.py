@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from fourfold.grid import Axis
-from fourfold.parallel.clock import busy_s, clock_of, moment
+from fourfold.parallel.clock import clock_of, moment
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 # What a collective is for. Activations and weights are the algorithm's traffic; the rest is small and listed apart.
@@ -163,7 +163,7 @@ class Collectives:
         self._unread: list[tuple[_Key, Any, Any]] = []
         self._flights: list[Flight] | None = None
         self.observers: list[Observer] = []
-        self._busy_in_waits_s: float | None = None
+        self._computed_besides_s: float | None = None
         # Who else may work while something is in flight: nobody, unless the halves of a batch take turns.
         self.turns: Turns = Alone()
         # Also where Gloo is only imitated: a dry run for CPUs.
@@ -212,13 +212,14 @@ class Collectives:
     def computing(self) -> Iterator[list[float]]:
         """Seconds for which this thread computed inside, by the kernel's account of it; what it did in waits is left out."""
         seconds: list[float] = []
-        self._busy_in_waits_s = 0.0
-        start_s = busy_s()
+        self._computed_besides_s = 0.0
+        _, busy_before_s = moment()
         try:
             yield seconds
         finally:
-            seconds.append(busy_s() - start_s - self._busy_in_waits_s)
-            self._busy_in_waits_s = None
+            _, busy_after_s = moment()
+            seconds.append(busy_after_s - busy_before_s + self._computed_besides_s)
+            self._computed_besides_s = None
 
     def _mark(self) -> tuple[Any, float]:
         """Now, and for how long this thread has been busy, if somebody wants to know that."""
@@ -227,12 +228,12 @@ class Collectives:
     @property
     def measures_computing(self) -> bool:
         """Does somebody want to know?"""
-        return self._busy_in_waits_s is not None
+        return self._computed_besides_s is not None
 
     def add_computing(self, seconds: float) -> None:
         """So much was computed in another thread; what is below 0 was no computation of this one."""
-        if self._busy_in_waits_s is not None:
-            self._busy_in_waits_s -= seconds
+        if self._computed_besides_s is not None:
+            self._computed_besides_s += seconds
 
     @contextmanager
     def recording(self) -> Iterator[list[Flight]]:
