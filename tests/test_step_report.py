@@ -1,8 +1,10 @@
 """Compute and exposed seconds, measured apart, add up to the step; and the seconds land on the axis that was slow."""
 
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,8 @@ UNACCOUNTED = 0.05
 
 
 def stolen_s() -> float:
-    """Seconds for which a hypervisor kept a core to itself, on average of the cores: they are in nobody's account."""
-    ticks = int(Path("/proc/stat").read_text().split(maxsplit=9)[8])
-    return ticks / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+    """Seconds for which a hypervisor kept cores to itself: those of the core that a thread had are in nobody's account."""
+    return int(Path("/proc/stat").read_text().split(maxsplit=9)[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def steps(
@@ -63,7 +64,7 @@ def unaccounted(reports: list[list[tuple[float, float, float, float]]]) -> float
     shares = []
     for rank in reports:
         other = [(s - c - e, stolen, s) for s, c, e, stolen in rank]
-        # What was stolen can be missing; it is never too much.
+        # What was stolen, at most of all cores, can be missing; it is never too much.
         shares.append(sorted(max(o - stolen, -o) / s for o, stolen, s in other)[STEPS // 2])
     return max(shares)
 
@@ -76,25 +77,49 @@ def test_compute_and_exposed_make_the_step(
     assert unaccounted(pool.run(steps, 2, shape, weights, False)) <= UNACCOUNTED
 
 
+@pytest.fixture
+def one_core() -> Iterator[int]:
+    """This process has a single core, which is named."""
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    os.sched_setaffinity(0, {core})
+    yield core
+    os.sched_setaffinity(0, cores)
+
+
+def compute(thread_s: float = 0.2) -> None:
+    """However long it takes to have so much of a core."""
+    end_s = time.thread_time() + thread_s
+    while time.thread_time() < end_s:
+        pass
+
+
+def busy_in(work: Callable[[], object]) -> tuple[float, float]:
+    """The seconds for which this thread had work, and those that passed."""
+    start_s, busy_before_s = moment()
+    work()
+    end_s, busy_after_s = moment()
+    return busy_after_s - busy_before_s, end_s - start_s
+
+
 def test_a_thread_is_busy_while_it_computes_not_while_it_sleeps() -> None:
-    def busy_in(work: Callable[[], object]) -> tuple[float, float, float]:
-        stolen_before_s, (start_s, busy_before_s) = stolen_s(), moment()
-        work()
-        end_s, busy_after_s = moment()
-        return busy_after_s - busy_before_s, end_s - start_s, stolen_s() - stolen_before_s
-
-    def compute() -> None:
-        end_s = time.perf_counter() + 0.2
-        while time.perf_counter() < end_s:
-            pass
-
     busy_in(compute)  # what this thread does is not what the others do
     for _ in range(2):
         with ThreadPoolExecutor(1) as thread:
-            slept_s, _, _ = thread.submit(busy_in, lambda: time.sleep(0.2)).result()
-            computed_s, took_s, stole_s = thread.submit(busy_in, compute).result()
-        assert slept_s < 0.02
-        assert 0.95 * (took_s - stole_s) <= computed_s <= 1.05 * took_s
+            slept_s, _ = thread.submit(busy_in, lambda: time.sleep(0.3)).result()
+            computed_s, took_s = thread.submit(busy_in, compute).result()
+        assert slept_s < 0.15  # not nothing: it woke up, and a core may have been taken
+        assert 0.2 <= computed_s <= 1.02 * took_s
+
+
+def test_a_thread_that_waits_for_a_core_is_busy(one_core: int) -> None:
+    other = "import sys\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", other], stdout=subprocess.PIPE) as rival:
+        assert rival.stdout is not None
+        rival.stdout.readline()  # it is on the same core, and needs all of it
+        busy_s, took_s = busy_in(compute)
+        rival.kill()
+    assert 0.3 < busy_s <= 1.02 * took_s  # 0.2 of them on the core
 
 
 def test_a_forked_process_reads_its_own_account() -> None:
@@ -117,7 +142,7 @@ def wait_for_a_slow_rank(axis: Any) -> tuple[float, float, float]:
     with ff.measure_step(grid) as report:
         pending = grid.collectives.all_reduce(torch.ones(8), axis, "activation")
         if grid.coordinate(axis) == 1:
-            time.sleep(0.3)  # not computing, and not waiting for anybody
+            time.sleep(1.0)  # not computing, and not waiting for anybody
             grid.collectives.all_reduce(torch.ones(8), axis, "activation").wait()
         else:
             grid.collectives.all_reduce(torch.ones(8), axis, "activation").wait()
@@ -130,5 +155,6 @@ def test_seconds_land_on_the_axis(axis: str, pool: RankPool) -> None:
     for rank, (on_axis, everywhere, other) in enumerate(pool.run(wait_for_a_slow_rank, 4, axis)):
         slow = (rank // 2 if axis == "z" else rank % 2) == 1
         assert on_axis == everywhere
-        assert (on_axis < 0.1) if slow else (0.25 < on_axis < 0.5)
-        assert (0.25 < other < 0.5) if slow else (other < 0.1)
+        # Half a second for what else the machine does: it is late for the wait, or wakes up late from it.
+        assert (on_axis < 0.5) if slow else (0.5 < on_axis < 1.5)
+        assert (0.9 < other < 1.5) if slow else (other < 0.5)
