@@ -81,3 +81,19 @@ def test_a_run_that_is_refused_is_not_started_again(tmp_path: Path) -> None:
     ended = subprocess.run([*command, "sh", "-c", f"echo x >> {tmp_path}/starts; exit 2"], timeout=60)
     assert ended.returncode == 1
     assert (tmp_path / "starts").read_text() == "x\n"
+
+
+def test_of_those_that_import_it_the_server_of_ranks_alone_is_deaf() -> None:
+    """A process that cannot hear SIGTERM starts others that cannot: a rank that is asked to save would go on for ever."""
+    script = """if True:
+        import pathlib, signal, time
+        from multiprocessing import forkserver
+        import fourfold.launch.deaf
+        from fourfold.launch import warm
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        warm.start_server()
+        status = pathlib.Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status")
+        while not int(status.read_text().split("SigBlk:")[1].split()[0], 16) >> signal.SIGTERM - 1 & 1:
+            time.sleep(0.1)
+    """
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0

@@ -21,6 +21,8 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from typing import Any
 
+from fourfold.launch.deaf import IN_SERVER
+
 # What a run imports before its first step. Models' own files are small beside these.
 PRELOAD = (
     "fourfold.launch.deaf",
@@ -44,6 +46,7 @@ def start_server() -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         # Asking the CUDA runtime for devices would spoil it for all forks. NVML does not.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        IN_SERVER: "1",
     }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ |= wanted
