@@ -103,7 +103,7 @@ def test_all_reduce_of_torchrun_ranks_takes_the_time_of_the_rate_and_ranks_chang
                 if rank == 0:
                     set_rate(mbit)
                 times[mbit] = []
-                for _ in range(20):  # of which the best counts: a busy machine makes some slower
+                for _ in range(10):  # of which the best counts: a busy machine makes some slower
                     dist.barrier()
                     begin = time.perf_counter()
                     dist.all_reduce(payload)
@@ -144,7 +144,7 @@ def test_one_failing_rank_fails_the_run_and_ends_the_others(tmp_path: Path) -> N
     )
     with Cluster(hosts=2, mbit=100) as network:
         code = network.run([str(script), str(tmp_path)], ranks_per_host=2, timeout_s=120)
-        assert time.time() - (tmp_path / "failed").stat().st_mtime < 60
+        assert time.time() - (tmp_path / "failed").stat().st_mtime < 20
         assert code not in (0, cluster.TIMED_OUT)
         assert not any(is_running(int(path.read_text())) for path in tmp_path.glob("pid-*"))
     assert not list(NAMESPACES.glob(f"{network.run_name}-*"))

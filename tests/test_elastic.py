@@ -1,7 +1,6 @@
 """Another number of hosts, and of ranks: agents meet again by themselves, and the run has a layout for those that are there."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -24,8 +23,6 @@ from fourfold.train.run_file import from_dict
 from tests import elastic_rank
 from tests.training import write_run
 
-LIMIT_S = 150  # for what hangs; half a minute is usual for all of it together
-
 
 def test_a_host_is_lost_and_returns(tmp_path: Path) -> None:
     """One rank on each of two; a rank that was asked to stop because hosts come is started again, and is no failure."""
@@ -42,8 +39,7 @@ def test_a_host_is_lost_and_returns(tmp_path: Path) -> None:
         ]
         conf = f"is_host={int(host == 0)},last_call_timeout=10,keep_alive_interval=1"
         command += ["--local-addr=127.0.0.1", f"--rdzv-conf={conf}", elastic_rank.__file__, str(tmp_path)]
-        said = {**os.environ, "LOGLEVEL": "INFO"}  # who fails here will want to know who waited for whom
-        return subprocess.Popen(command, start_new_session=True, env=said)
+        return subprocess.Popen(command, start_new_session=True)
 
     def worlds() -> str:
         return (tmp_path / "0.txt").read_text().strip() if (tmp_path / "0.txt").exists() else ""
@@ -51,17 +47,17 @@ def test_a_host_is_lost_and_returns(tmp_path: Path) -> None:
     agents = [start(0), start(1)]
     try:
         # The second host may come while the first has begun alone.
-        wait_until(lambda: worlds().endswith("2"), "two hosts", LIMIT_S)
+        wait_until(lambda: worlds().endswith("2"), "two hosts", 60)
         before = worlds()
         ranks = subprocess.run(["pgrep", "-P", str(agents[1].pid)], capture_output=True, text=True).stdout
         agents[1].kill()
         for rank in ranks.split():
             subprocess.run(["kill", "-9", rank])
-        wait_until(lambda: worlds() == f"{before} 1", "host that goes on alone", LIMIT_S)
+        wait_until(lambda: worlds() == f"{before} 1", "host that goes on alone", 60)
         agents.append(start(1))
-        wait_until(lambda: worlds() == f"{before} 1 2", "two hosts again", LIMIT_S)
+        wait_until(lambda: worlds() == f"{before} 1 2", "two hosts again", 60)
         (tmp_path / "end").touch()
-        assert [agents[0].wait(LIMIT_S), agents[2].wait(LIMIT_S)] == [0, 0]
+        assert [agents[0].wait(60), agents[2].wait(60)] == [0, 0]
     finally:
         for agent in agents:
             if agent.poll() is None:

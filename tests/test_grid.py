@@ -174,7 +174,7 @@ def test_a_lost_peer_ends_the_wait(pool: RankPool, tmp_path: Path) -> None:
     assert [message for _, message in waits[:2]] == ["", ""]  # they sit on another x group
     waited_s, message = waits[2]
     assert "imed out" in message
-    assert timeout_s * 0.9 <= waited_s < timeout_s + 20  # rank 3 would stay away for a minute
+    assert timeout_s * 0.9 <= waited_s < timeout_s + 8
 
 
 # -- joining a world ---------------------------------------------------------------------------------------------------

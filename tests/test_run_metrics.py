@@ -76,9 +76,9 @@ def test_a_wait_is_the_steps_alone_on_its_axis(
     waits = [line["exposed_z_s"] for line in read_metrics(run.logging.folder)]
     assert statistics.median(waits) > 0.5 * WAIT_S
     other = fresh(values, tmp_path / "other", TWO)
-    pool.run(watch, 2, other, SlowRank(0.0, 8 * WAIT_S))
+    pool.run(watch, 2, other, SlowRank(0.0, 4 * WAIT_S))
     waits = [line["exposed_z_s"] for line in read_metrics(other.logging.folder)]
-    assert statistics.median(waits) < 4 * WAIT_S
+    assert statistics.median(waits) < 2 * WAIT_S
 
 
 def test_lines_between_which_several_steps_lie(

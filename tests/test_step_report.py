@@ -107,9 +107,11 @@ def test_a_thread_is_busy_while_it_computes_not_while_it_sleeps() -> None:
         with ThreadPoolExecutor(1) as thread:
             sleeps = thread.submit(busy_in, lambda: time.sleep(0.3))
             compute()  # what this thread does is not what the other does
-            slept_s, _ = sleeps.result()
+            slept_s, lay_s = sleeps.result()
             computed_s, took_s = thread.submit(busy_in, compute).result()
-        assert slept_s < 0.15  # not nothing: it woke up, and a core may have been taken
+        assert (
+            slept_s < lay_s - 0.29
+        )  # it woke up and may have waited for a core; of its sleep nothing counts
         assert 0.2 <= computed_s <= 1.02 * took_s
 
 
@@ -159,4 +161,4 @@ def test_seconds_land_on_the_axis(axis: str, pool: RankPool) -> None:
         assert on_axis == everywhere
         # Half a second for what else the machine does: it is late for the wait, or wakes up late from it.
         assert (on_axis < 0.5) if slow else (0.5 < on_axis < 1.5)
-        assert (0.9 < other < 1.5) if slow else (other < 0.5)
+        assert (0.99 < other < 1.5) if slow else (other < 0.5)

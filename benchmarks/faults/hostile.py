@@ -21,6 +21,7 @@ from unittest.mock import patch
 from benchmarks.faults import traced_run
 from benchmarks.faults.hostile_corpus import Corpus
 from benchmarks.faults.row import Row
+from benchmarks.memory import resident_mb
 from fourfold import RankPool
 
 ROOM_BYTES = 512 * 2**20  # of address space above what there is already
@@ -101,12 +102,6 @@ class Guard:
                 self.escaped.append(path)
 
 
-def most_kb() -> int:
-    """The most memory that this process held."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
-
-
 def read_corpus(file: str, folder: str, fuzzed: int, broken: bool) -> dict[str, Any]:
     """On one rank: make the corpus case by case, read it, and say what was seen."""
     corpus = Corpus(Path(file), Path(folder))
@@ -114,10 +109,9 @@ def read_corpus(file: str, folder: str, fuzzed: int, broken: bool) -> dict[str, 
     refused, crashed, cases = 0, [], 0
     for read in corpus.readers():  # what readers import and cache is no growth
         read()
-    Path("/proc/self/clear_refs").write_text(
-        "5"
-    )  # the most that a rank ever held is from now on, not from its earlier work
-    before_kb = most_kb()
+    # The kernel's way to reset VmHWM: what this rank held in earlier work is no measure.
+    Path("/proc/self/clear_refs").write_text("5")
+    before_mb = resident_mb("VmHWM")
     limits = resource.getrlimit(resource.RLIMIT_AS)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with ExitStack() as ends:
@@ -138,7 +132,7 @@ def read_corpus(file: str, folder: str, fuzzed: int, broken: bool) -> dict[str, 
                 crashed.append(f"{name}: {error!r:.200}")
             finally:
                 guard.on = False
-    grown_mb = (most_kb() - before_kb) / 1024
+    grown_mb = resident_mb("VmHWM") - before_mb
     if corpus.marker.exists():
         guard.executed.append(f"{corpus.marker} is there")
     return {
