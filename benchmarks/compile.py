@@ -24,7 +24,8 @@ from transformers import LlamaForCausalLM
 
 import fourfold as ff
 from benchmarks.measure import Times, batch, interleaved, llama, ratio, stepper
-from fourfold import Grid, RankPool
+from benchmarks.ranks import RankPool
+from fourfold import Grid
 from fourfold.parallel.parallelize import find_blocks
 
 Shape = tuple[int, int, int, int]

@@ -27,11 +27,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
+from benchmarks.ranks import RankPool
 from fourfold.dry_run.events import Start
 from fourfold.dry_run.run import dryrun
-from fourfold.grid import Grid
-from fourfold.parallel.collectives import Flight
-from fourfold.ranks import RankPool
+from fourfold.mesh.collectives import InFlightCollective
+from fourfold.mesh.grid import Grid
 
 RANKS = 8
 GRIDS = ((1, 1, 2, 4), (2, 2, 1, 2), (1, 4, 2, 1), (8, 1, 1, 1), (1, 2, 2, 2))
@@ -76,7 +76,7 @@ def small_config() -> LlamaConfig:
     )
 
 
-def words_of(flight: Flight | Start) -> Words:
+def words_of(flight: InFlightCollective | Start) -> Words:
     return (flight.axis, flight.kind, flight.purpose, int(flight.payload_bytes), flight.module)
 
 
@@ -93,7 +93,7 @@ def real_step(
     ff.parallelize(
         model, grid, weights=weights, precision=precision, activations=activations, overlap=overlap
     )
-    optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-4, foreach=False)
+    optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-4, foreach=False)
     rows = grid.local_rows(SEQUENCES)
     ids = torch.zeros(rows.stop - rows.start, LENGTH, dtype=torch.int64)
 

@@ -53,8 +53,8 @@ from benchmarks.measure import (
     silent,
     timed,
 )
-from fourfold.grid import Grid
-from fourfold.ranks import RankPool
+from benchmarks.ranks import RankPool
+from fourfold.mesh.grid import Grid
 
 LEARNING_RATE = 1e-4
 # part: (ranks, hosts, bar, what it is)
@@ -71,7 +71,7 @@ PARTS = {
 
 def ours(config: LlamaConfig, grid: Grid, ids: Tensor, **options: Any) -> Callable[[], None]:
     model = build(config, grid, **options)
-    optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=LEARNING_RATE, fused=True)
     ids = ids[grid.local_rows(len(ids))]
 
     def step() -> None:
@@ -96,7 +96,7 @@ def bare_fully_shard(config: LlamaConfig, ids: Tensor) -> Callable[[], None]:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=LEARNING_RATE, fused=True)
     rows = len(ids) // mesh.size()
     return _plain(model, optimizer, ids[mesh.get_local_rank() * rows :][:rows])
 

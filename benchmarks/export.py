@@ -40,10 +40,11 @@ from transformers import (
 )
 
 import fourfold as ff
+from benchmarks.ranks import RankPool
 from benchmarks.reshard import Piece, whole
-from fourfold import Grid, RankPool, Report
-from fourfold.train.checkpoint import Checkpoints, Training
-from fourfold.train.export import export
+from fourfold import Grid, Report
+from fourfold.checkpoint import Checkpoints, TrainState
+from fourfold.export import export
 
 GRID = (1, 2, 2, 2)
 RANKS = 8
@@ -120,7 +121,7 @@ def outcome(model: nn.Module, report: Report) -> Outcome:
 
 def train_and_save(pretrained: Path, run: Path) -> Outcome:
     model, report = load(pretrained)
-    optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-2, eps=1e-4)
     rows = report.grid.local_rows(SEQUENCES)
     model.train()
     for step in range(STEPS):
@@ -129,7 +130,7 @@ def train_and_save(pretrained: Path, run: Path) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
     with Checkpoints(run) as checkpoints:
-        checkpoints.save(Training(model, optimizer, report, step=STEPS))
+        checkpoints.save(TrainState(model, optimizer, report, step=STEPS))
     return outcome(model, report)
 
 

@@ -28,14 +28,14 @@ import torch
 import transformers
 from torch import Tensor
 
+from benchmarks.ranks import RankError, RankPool
 from benchmarks.tiny_models import Family, families, find_family, tiny_batch, tiny_loss, tiny_model
-from fourfold.grid import Grid
-from fourfold.parallel.anatomy import idle_towers
-from fourfold.parallel.overlap import Overlap
+from fourfold.errors import UnsupportedError
+from fourfold.hf.anatomy import idle_towers
+from fourfold.mesh.grid import Grid
 from fourfold.parallel.parallelize import parallelize
-from fourfold.parallel.refused import Refused
-from fourfold.parallel.tokens import Activations
-from fourfold.ranks import RankError, RankPool
+from fourfold.parallel.sequence import Activations
+from fourfold.weights.overlap import Overlap
 
 GRIDS = ((1, 2, 2, 2), (1, 1, 2, 4))
 RANKS = 8
@@ -94,7 +94,7 @@ def check_rank(
         tiny_loss(model, _own_part(batch, grid)).backward()
         model.zero_grad()
         loss = tiny_loss(model, _own_part(batch, grid))
-    except Refused as error:
+    except UnsupportedError as error:
         return Outcome("refused", str(error))
     loss.backward()
     loss_error = abs(loss.item() - expected.item()) / abs(expected.item())

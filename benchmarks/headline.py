@@ -43,7 +43,8 @@ from benchmarks.measure import (
     timed,
 )
 from fourfold import Overlap
-from fourfold.grid import Grid, factorisations
+from fourfold.mesh.axes import factorisations
+from fourfold.mesh.grid import Grid
 
 BAR = 1.26
 HOSTS, RANKS_PER_HOST = 4, 2

@@ -27,10 +27,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.stock import Stock, mixture_of, rows
-from fourfold.train.config import RunConfig
-from fourfold.train.data.manifest import Manifest
-from fourfold.train.describe_config import toml_value
-from fourfold.train.run_file import load_run
+from fourfold.config.describe import toml_value
+from fourfold.config.run_file import load_run
+from fourfold.config.schema import RunConfig
+from fourfold.data.manifest import Manifest
 
 APART = 0.01  # of the loss, at every step
 BELOW = 0.85  # of the entropy of single tokens

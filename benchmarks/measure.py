@@ -29,8 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
 from benchmarks.cluster import set_rate
-from fourfold.grid import Grid
-from fourfold.parallel.collectives import Collectives, Flight, Pending
+from fourfold.mesh.collectives import Collectives, InFlightCollective, Pending
+from fourfold.mesh.grid import Grid
 
 IN_FLIGHT = 4
 ROUNDS = 7  # odd, so that the median is a time that was measured
@@ -193,14 +193,14 @@ def silent() -> Iterator[None]:
         Collectives.all_reduce, Collectives.all_gather, Collectives.reduce_scatter = saved  # type: ignore[method-assign]
 
 
-def record(step: Callable[[], Any], grid: Grid) -> list[Flight]:
+def record(step: Callable[[], Any], grid: Grid) -> list[InFlightCollective]:
     """Every collective of a step."""
     with grid.collectives.recording() as flights:
         step()
     return flights
 
 
-def replay(flights: Sequence[Flight], grid: Grid) -> Callable[[], None]:
+def replay(flights: Sequence[InFlightCollective], grid: Grid) -> Callable[[], None]:
     """The communication of a step alone: the same collectives on the same axes, in the same order.
 
     A few are in flight at a time, so that a link is not idle between two of them.
@@ -232,7 +232,7 @@ def replay(flights: Sequence[Flight], grid: Grid) -> Callable[[], None]:
     return run
 
 
-def sent_bytes(flights: Sequence[Flight], grid: Grid) -> float:
+def sent_bytes(flights: Sequence[InFlightCollective], grid: Grid) -> float:
     """What a rank sends for them, as a ring sends it."""
     total = 0.0
     for flight in flights:

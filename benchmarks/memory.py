@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fourfold.grid import Grid
+from benchmarks.ranks import RankPool
+from fourfold.mesh.grid import Grid
 from fourfold.parallel.parallelize import parallelize
-from fourfold.ranks import RankPool
 
 GRID = (1, 2, 2, 2)
 MARGIN_MB = 50.0

@@ -47,7 +47,7 @@ from benchmarks.measure import (
     timed,
 )
 from fourfold import Overlap
-from fourfold.grid import AXES
+from fourfold.mesh.axes import AXES
 
 BARS = {"x": 1.40, "y": 1.40, "z": 1.20, "data": 1.20}
 OFF = Overlap.none()

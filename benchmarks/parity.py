@@ -22,14 +22,14 @@ from typing import get_args
 
 from torch import Tensor, nn
 
-from fourfold.grid import Axis, Grid, factorisations
+from benchmarks.ranks import RankPool
+from fourfold.mesh.axes import Axis, factorisations
+from fourfold.mesh.collectives import Pending
+from fourfold.mesh.grid import Grid
 from fourfold.parallel import loss, norm
-from fourfold.parallel.collectives import Pending
 from fourfold.parallel.linear import Linear4D
+from fourfold.parallel.sequence import ActivationsWanted, Cut
 from fourfold.parallel.sharded_call import Call
-from fourfold.parallel.tokens import ActivationsWanted, Cut
-from fourfold.parallel.weights import Weights
-from fourfold.ranks import RankPool
 from fourfold.selftest import (
     EPS,
     GRADIENT_BAR,
@@ -42,6 +42,7 @@ from fourfold.selftest import (
     Errors,
     train_on,
 )
+from fourfold.weights.api import Weights
 
 GRIDS_OF_16 = ((2, 2, 2, 2), (1, 4, 2, 2), (1, 1, 4, 4), (1, 2, 2, 4), (4, 1, 2, 2))
 QUICK_GRIDS_OF_8 = ((1, 1, 1, 8), (1, 1, 8, 1), (8, 1, 1, 1), (1, 2, 2, 2), (2, 2, 1, 2), (2, 1, 4, 1))

@@ -25,12 +25,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.published_rows import Row, gpt, in_scope, out_of_scope_counts, read
-from fourfold.planner.cluster import Cluster, preset
-from fourfold.planner.compute_cost import Kernels
-from fourfold.planner.layout import Layout, Schedule
+from fourfold.planner.cost.compute import Kernels
+from fourfold.planner.cost.step import Estimate, Prices, estimate_with
+from fourfold.planner.inputs.cluster import Cluster, preset
+from fourfold.planner.inputs.layout import Layout, Schedule
+from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.search import search
-from fourfold.planner.step_cost import Estimate, Prices, estimate_with
-from fourfold.planner.workload import Workload
 
 MEDIAN_BAR, FAR, FAR_SHARE_BAR = 0.10, 0.25, 0.10
 ZERO3_BAR, AXONN_BAR = 0.20, 0.15

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fourfold.planner.layout import Layout, Schedule
-from fourfold.planner.workload import Workload
+from fourfold.planner.inputs.layout import Layout, Schedule
+from fourfold.planner.inputs.workload import Workload
 
 DATA = Path(__file__).with_name("data") / "published_runs.json"
 WHOLE = 1 << 62  # bytes of weights to keep: all of them (FSDP's SHARD_GRAD_OP)

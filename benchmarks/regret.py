@@ -36,13 +36,14 @@ from benchmarks.cluster import Cluster, why_not
 from benchmarks.measure import Times, batch, build, change_rate, in_fresh_world, llama, save, timed
 from fourfold.cli.dryrun import grid_shape
 from fourfold.dry_run.run import dryrun
-from fourfold.grid import AXES, Grid, factorisations
-from fourfold.parallel.clip import clip_grad_norm_
-from fourfold.parallel.optimizer import on_shards
-from fourfold.parallel.step_report import StepReport, measure_step
-from fourfold.planner import cluster as clusters
+from fourfold.mesh.axes import AXES, factorisations
+from fourfold.mesh.grid import Grid
+from fourfold.optim.clip import clip_grad_norm_
+from fourfold.optim.sharded_optimizer import sharded_optimizer
+from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.predict import predict
 from fourfold.planner.simulate import Simulated
+from fourfold.profiling.step_report import StepReport, measure_step
 
 HOSTS, RANKS_PER_HOST = 4, 2
 WORLD = HOSTS * RANKS_PER_HOST
@@ -105,7 +106,7 @@ def time_layout(model: Model, shape: Shape, rates: Sequence[float], steps: int) 
 def training_step(model: Model, grid: Grid) -> Callable[[], None]:
     """The step of a dry run: forward, backward, clipping, AdamW."""
     module = build(model.config, grid, weights="streamed")
-    optimizer = on_shards(torch.optim.AdamW)(module.parameters(), lr=1e-4, foreach=False)
+    optimizer = sharded_optimizer(torch.optim.AdamW)(module.parameters(), lr=1e-4, foreach=False)
     ids = batch(model.config, SEQUENCES, model.length)
     ids = ids[grid.local_rows(len(ids))]
 

@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fourfold as ff
-from fourfold import Grid, RankPool
-from fourfold.train.checkpoint import Checkpoints, Training
+from benchmarks.ranks import RankPool
+from fourfold import Grid
+from fourfold.checkpoint import Checkpoints, TrainState
 
 Shape = tuple[int, int, int, int]
 Weights = Literal["fsdp2", "streamed"]
@@ -71,7 +72,7 @@ def weights_of(shape: Shape) -> Weights:
     return "streamed" if GRIDS.index(shape) % 2 else "fsdp2"
 
 
-def start(shape: Shape) -> Training:
+def start(shape: Shape) -> TrainState:
     grid = Grid.create(shape, timeout_s=60)
     torch.manual_seed(0)
     config = GPT2Config(
@@ -80,17 +81,17 @@ def start(shape: Shape) -> Training:
     )  # fmt: skip
     model = GPT2LMHeadModel(config).train()
     report = ff.parallelize(model, grid, weights=weights_of(shape))
-    return renewed(Training(model, torch.optim.SGD([torch.zeros(1)]), report))
+    return renewed(TrainState(model, torch.optim.SGD([torch.zeros(1)]), report))
 
 
-def renewed(training: Training) -> Training:
+def renewed(training: TrainState) -> TrainState:
     """The same model with a new optimizer and schedule."""
-    optimizer = ff.on_shards(torch.optim.AdamW)(training.model.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = ff.sharded_optimizer(torch.optim.AdamW)(training.model.parameters(), lr=1e-2, eps=1e-4)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=STEPS)
-    return Training(training.model, optimizer, training.report, schedule)
+    return TrainState(training.model, optimizer, training.report, schedule)
 
 
-def train(training: Training, until: int) -> list[float]:
+def train(training: TrainState, until: int) -> list[float]:
     grid, losses = training.report.grid, []
     rows = grid.local_rows(SEQUENCES)
     while training.step < until:
@@ -108,7 +109,7 @@ def train(training: Training, until: int) -> list[float]:
     return losses
 
 
-def held(training: Training) -> list[Piece]:
+def held(training: TrainState) -> list[Piece]:
     """What this rank holds of the weights and of the optimizer's state, as pieces of Hugging Face tensors."""
     pieces: list[Piece] = []
     names = {id(p): n for n, p in training.model.named_parameters()}
@@ -157,7 +158,7 @@ def load_on(shape: Shape, folders: list[str], fault: str | None) -> list[Outcome
     return outcomes
 
 
-def plant(fault: str | None, training: Training) -> None:
+def plant(fault: str | None, training: TrainState) -> None:
     shard = next(s for _, s in training.optimizer._pairs if s.numel())  # type: ignore[attr-defined]
     if fault == "momentum":
         training.optimizer.state[shard]["exp_avg"].zero_()

@@ -20,11 +20,11 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.published_rows import gpt
-from fourfold.planner.cluster import Cluster, preset
-from fourfold.planner.layout import Activations
+from fourfold.planner.cost.step import Estimate
+from fourfold.planner.inputs.cluster import Cluster, preset
+from fourfold.planner.inputs.layout import Activations
+from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.search import Plan, search
-from fourfold.planner.step_cost import Estimate
-from fourfold.planner.workload import Workload
 
 LAYOUTS_PER_S_BAR = 5000
 REPLICATED: tuple[Activations, ...] = ("replicated",)

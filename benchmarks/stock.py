@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fourfold.train.config import RunConfig
-from fourfold.train.data.manifest import Split
-from fourfold.train.data.mixture import Mixture, open_mixture
-from fourfold.train.schedule import rate_of_step
+from fourfold.config.schema import RunConfig
+from fourfold.data.manifest import Split
+from fourfold.data.mixture import Mixture, open_mixture
+from fourfold.train.loop.schedule import rate_of_step
 
 
 class Stock:

@@ -27,15 +27,16 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.stock import Stock
-from fourfold.grid import Grid, join_world
-from fourfold.train.checkpoint import Checkpoints
-from fourfold.train.config import RunConfig
-from fourfold.train.data.manifest import Manifest
-from fourfold.train.data.shards import ShardWriter, token_dtype
-from fourfold.train.data.tokenizer import TokenizerFacts
-from fourfold.train.run_file import from_dict
-from fourfold.train.trainer import Callback, StepResult, Trainer
-from fourfold.train.watchers import callbacks_of
+from fourfold.checkpoint import Checkpoints
+from fourfold.config.run_file import from_dict
+from fourfold.config.schema import RunConfig
+from fourfold.data.manifest import Manifest
+from fourfold.data.shards import ShardWriter, token_dtype
+from fourfold.data.tokenizer import TokenizerFacts
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.rendezvous import join_world
+from fourfold.train.callbacks import callbacks_of
+from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 
 RATE = 0.97
 SAVING = 1.05

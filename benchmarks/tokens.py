@@ -30,7 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
 from benchmarks.measure import ROUNDS, Times, batch, build, interleaved, llama, ratio, stepper
-from fourfold import Grid, RankPool
+from benchmarks.ranks import RankPool
+from fourfold import Grid
 
 Shape = tuple[int, int, int, int]
 GRIDS: tuple[Shape, ...] = ((1, 1, 2, 4), (1, 1, 4, 2))

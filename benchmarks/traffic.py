@@ -24,13 +24,13 @@ from typing import get_args
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from fourfold.grid import Grid
-from fourfold.parallel.collectives import Entry
-from fourfold.parallel.overlap import Overlap
+from benchmarks.ranks import RankPool
+from fourfold.mesh.collectives import Entry
+from fourfold.mesh.grid import Grid
 from fourfold.parallel.parallelize import parallelize
-from fourfold.parallel.tokens import Activations
-from fourfold.parallel.weights import Weights
-from fourfold.ranks import RankPool
+from fourfold.parallel.sequence import Activations
+from fourfold.weights.api import Weights
+from fourfold.weights.overlap import Overlap
 
 GRIDS = ((1, 1, 1, 8), (1, 1, 4, 2), (1, 2, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))
 BATCH, SEQUENCE = 8, 16

@@ -72,7 +72,7 @@ def train(grid: ff.Grid, steps: int = 5) -> list[float]:
     report = ff.parallelize(model, grid, roles=ROLES, seed=0)
     if dist.get_rank() == 0:
         print(report)
-    optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-3)
+    optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-3)
     ids = torch.randint(VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(0))
     ids = ids[grid.local_rows(len(ids))].to(grid.device)
     losses = []

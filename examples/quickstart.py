@@ -22,7 +22,7 @@ report = ff.parallelize(model, grid, seed=0)
 if dist.get_rank() == 0:
     print(report)
 
-optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-3)
+optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-3)
 generator = torch.Generator().manual_seed(0)
 ids = torch.randint(1000, (8, 64), generator=generator)  # the global batch: 8 sequences
 ids = ids[grid.local_rows(len(ids))].to(grid.device)  # this rank's part of it

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import fourfold as ff
 from fourfold import Grid
-from fourfold.train.checkpoint import Checkpoints, Training
+from fourfold.checkpoint import Checkpoints, TrainState
 from tests.models import batch, build, local_parameters
 
 Shape = tuple[int, int, int, int]
@@ -15,16 +15,16 @@ Shape = tuple[int, int, int, int]
 
 def start(
     shape: Shape = (1, 1, 1, 1), kind: str = "llama", weights: Any = "auto", **changes: Any
-) -> Training:
+) -> TrainState:
     """A model on the grid with an optimizer and a schedule, before its first step."""
     model = build(kind, **changes)
     report = ff.parallelize(model, Grid.create(shape), weights=weights)
-    optimizer = ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-2, eps=1e-4)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=10)
-    return Training(model, optimizer, report, schedule, config={"run": "a test"})
+    return TrainState(model, optimizer, report, schedule, config={"run": "a test"})
 
 
-def advance(training: Training) -> float:
+def advance(training: TrainState) -> float:
     ids, labels = batch(8, seed=training.step)
     rows = training.report.grid.local_rows(len(ids))
     loss = training.model(input_ids=ids[rows], labels=labels[rows]).loss
@@ -37,7 +37,7 @@ def advance(training: Training) -> float:
     return float(loss)
 
 
-def numbers(training: Training) -> dict[str, Tensor]:
+def numbers(training: TrainState) -> dict[str, Tensor]:
     """All numbers of this rank that a checkpoint has to bring back."""
     found = {name: tensor.clone() for name, tensor in local_parameters(training.model).items()}
     names = {id(p): name for name, p in training.model.named_parameters()}

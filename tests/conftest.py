@@ -6,7 +6,7 @@ from types import FrameType
 
 import pytest
 
-from fourfold.ranks import RankPool
+from benchmarks.ranks import RankPool
 
 LIMIT_S = 600.0  # for what hangs; a test that others take the cores from may be slow
 

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from fourfold.cli.main import main as fourfold
-from fourfold.train.run_file import apply, from_dict
+from fourfold.config.run_file import apply, from_dict
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")))

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fourfold.grid import join_world
-from fourfold.launch import CONTINUE
+from fourfold.mesh.rendezvous import join_world
+from fourfold.processes import CONTINUE
 
 
 def main(folder: Path) -> int:

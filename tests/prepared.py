@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.train.data.manifest import Manifest
-from fourfold.train.data.shards import ShardWriter, token_dtype
-from fourfold.train.data.tokenizer import TokenizerFacts
+from fourfold.data.manifest import Manifest
+from fourfold.data.shards import ShardWriter, token_dtype
+from fourfold.data.tokenizer import TokenizerFacts
 
 Documents = Sequence[Sequence[int]]
 

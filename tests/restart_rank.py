@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fourfold.grid import join_world
+from fourfold.mesh.rendezvous import join_world
 
 
 def main(folder: Path) -> None:

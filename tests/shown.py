@@ -25,7 +25,7 @@ def names(folder: str) -> dict[str, object]:
         "grid": grid,
         "model": model,
         "report": report,
-        "optimizer": ff.on_shards(torch.optim.AdamW)(model.parameters(), lr=1e-3),
+        "optimizer": ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-3),
         "ids": torch.randint(131, (2, 8)),
         "items": 14,
         "folder": Path(folder),

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.stock import Stock
-from fourfold.grid import Grid
-from fourfold.train.checkpoint import Checkpoints
-from fourfold.train.config import RunConfig
-from fourfold.train.describe_config import toml_value
-from fourfold.train.run_file import from_dict
-from fourfold.train.stop import StopRequest
-from fourfold.train.trainer import Callback, StepResult, Trainer
+from fourfold.checkpoint import Checkpoints
+from fourfold.config.describe import toml_value
+from fourfold.config.run_file import from_dict
+from fourfold.config.schema import RunConfig
+from fourfold.mesh.grid import Grid
+from fourfold.train.loop.trainer import Callback, StepResult, Trainer
+from fourfold.train.recovery.stop import StopRequest
 from tests import prepared
 from tests.models import VOCABULARY, build
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fourfold.grid import Grid
-from fourfold.train.checkpoint import Checkpoints
-from fourfold.train.config import RunConfig
-from fourfold.train.stop import StopRequest
-from fourfold.train.trainer import Callback, StepResult, Trainer
-from fourfold.train.watchers import callbacks_of
+from fourfold.checkpoint import Checkpoints
+from fourfold.config.schema import RunConfig
+from fourfold.mesh.grid import Grid
+from fourfold.train.callbacks import callbacks_of
+from fourfold.train.loop.trainer import Callback, StepResult, Trainer
+from fourfold.train.recovery.stop import StopRequest
 from tests.training import Losses, StopAt
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fourfold as ff
-from fourfold.grid import AXES, Grid
+from fourfold.mesh.axes import AXES
+from fourfold.mesh.grid import Grid
 from tests.wrong_models import (
     ROLES,
     Embedded,
@@ -61,14 +62,14 @@ def labels_through_model(length: int) -> None:
 def optimizer(
     optimizer_class: type[torch.optim.Optimizer], *, before: bool = False, named: bool = False
 ) -> None:
-    make = ff.on_shards(optimizer_class)
+    make = ff.sharded_optimizer(optimizer_class)
     model = llama() if before else parallel_llama()[0]
     parameters = list(model.named_parameters() if named else model.parameters())
     make(parameters, lr=1e-3)
 
 
 def step_with_closure() -> None:
-    ff.on_shards(torch.optim.SGD)(parallel_llama()[0].parameters(), lr=1e-3).step(lambda: 0.0)
+    ff.sharded_optimizer(torch.optim.SGD)(parallel_llama()[0].parameters(), lr=1e-3).step(lambda: 0.0)
 
 
 def clip(model: nn.Module) -> None:
@@ -78,7 +79,7 @@ def clip(model: nn.Module) -> None:
 
 
 def accumulate(model: nn.Module) -> None:
-    with ff.accumulating(model):
+    with ff.no_sync(model):
         pass
 
 
@@ -114,7 +115,7 @@ def cut(make: Callable[[], nn.Module], shape: tuple[int, int, int, int], *says: 
     """A grid that does not fit the model; the grid that its error suggests must fit."""
 
     def follow() -> None:
-        with pytest.raises(ff.Refused, match="such as") as refused:
+        with pytest.raises(ff.UnsupportedError, match="such as") as refused:
             request(make, shape, **options)
         found = re.search(r"such as (\w)=(\d+) with (\w)=(\d+)", str(refused.value))
         assert found
@@ -213,7 +214,7 @@ WRONG: dict[str, Wrong] = {
         partial(mesh_with_axes, "dp", "z", "y", "x"),
         (
             r"axes \('data', 'z', 'y', 'x'\), this one has \('dp', 'z', 'y', 'x'\)",
-            "mesh_dim_names=fourfold.grid.AXES",
+            "mesh_dim_names=fourfold.mesh.grid.AXES",
         ),
         partial(mesh_with_axes, *AXES),
     ),

@@ -22,8 +22,8 @@ from benchmarks import cluster
 from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
 from benchmarks.faults.traced_run import Line
-from fourfold.launch import CONTINUE
-from fourfold.planner.cluster import LIBRARIES, Cluster, Device, Links, to_toml
+from fourfold.planner.inputs.cluster import LIBRARIES, Cluster, Device, Links, to_toml
+from fourfold.processes import CONTINUE
 
 RANKS_PER_HOST, SEQUENCES = 2, 24
 STEP_S = 0.1  # that a step takes at least: a run of small steps would have thousands of them
@@ -189,8 +189,8 @@ def emulated() -> Cluster:
 
 
 def rank_main(file: Path) -> int:
+    from fourfold.config.run_file import load_run
     from fourfold.train.run import train
-    from fourfold.train.run_file import load_run
 
     config = load_run(file)
     # Attempts are told apart by when they begin: agents that came later count fewer.

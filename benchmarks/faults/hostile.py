@@ -22,7 +22,7 @@ from benchmarks.faults import traced_run
 from benchmarks.faults.hostile_corpus import Corpus
 from benchmarks.faults.row import Row
 from benchmarks.memory import resident_mb
-from fourfold import RankPool
+from benchmarks.ranks import RankPool
 
 ROOM_BYTES = 512 * 2**20  # of address space above what there is already
 GROWTH_MB = 64.0  # of memory, over the whole corpus
@@ -118,7 +118,7 @@ def read_corpus(file: str, folder: str, fuzzed: int, broken: bool) -> dict[str, 
         ends.enter_context(redirect_stdout(StringIO()))
         ends.enter_context(redirect_stderr(StringIO()))
         if broken:
-            ends.enter_context(patch("fourfold.train.data.shards.relative_name", lambda name: name))
+            ends.enter_context(patch("fourfold.data.shards.relative_name", lambda name: name))
         resource.setrlimit(resource.RLIMIT_AS, (in_use + ROOM_BYTES, limits[1]))
         ends.callback(resource.setrlimit, resource.RLIMIT_AS, limits)
         for name, read in corpus.cases(fuzzed, broken):

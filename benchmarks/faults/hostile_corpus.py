@@ -21,16 +21,16 @@ import torch.distributed as dist
 import xxhash
 
 from benchmarks.faults.saves import trained
-from fourfold.outside import model_config
-from fourfold.parallel.checkpoint_files import CheckpointFiles
-from fourfold.train.checkpoint import Checkpoints
-from fourfold.train.checkpoint.folder import FileRecord, open_folder
-from fourfold.train.checkpoint.manifest import MANIFEST, Manifest, dump_json, find_damage, hash_file
-from fourfold.train.checkpoint.state import VALUES, read_values
-from fourfold.train.checkpoint.storage import Reader, read_rows
-from fourfold.train.data.samples import Samples
-from fourfold.train.data.tokenizer import load_tokenizer
-from fourfold.train.run_file import load_run
+from fourfold.checkpoint import Checkpoints
+from fourfold.checkpoint.folder import FileRecord, open_folder
+from fourfold.checkpoint.manifest import MANIFEST, Manifest, dump_json, find_damage, hash_file
+from fourfold.checkpoint.state import VALUES, read_values
+from fourfold.checkpoint.storage import Reader, read_rows
+from fourfold.config.run_file import load_run
+from fourfold.data.samples import Samples
+from fourfold.data.tokenizer import load_tokenizer
+from fourfold.hf.safetensors_reader import CheckpointFiles
+from fourfold.untrusted_input import model_config
 
 PLANTED = "import os\nos.mkdir({marker!r})\nclass Config: pass\n"
 HEADER = {

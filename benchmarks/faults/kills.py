@@ -23,9 +23,9 @@ from statistics import median
 
 from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
-from fourfold.faults.drill import compare
-from fourfold.faults.fault import Fault, random_kill
-from fourfold.launch import CONTINUE
+from fourfold.drill.drill import compare
+from fourfold.drill.fault import Fault, random_kill
+from fourfold.processes import CONTINUE
 
 GRIDS = ((1, 2, 1, 2), (2, 1, 2, 1))
 RANKS, STEPS, EVERY = 4, 40, 4
@@ -187,12 +187,12 @@ def kill_of(seed: int, attempt: int, done: int) -> tuple[Fault, bool]:
 
 
 def rank_main(file: Path, seed: int, kills: int) -> int:
-    from fourfold.faults.injector import Injector
-    from fourfold.faults.plant import Planted
-    from fourfold.train.checkpoint.folder import open_folder
-    from fourfold.train.checkpoint.latest import steps
+    from fourfold.checkpoint.folder import open_folder
+    from fourfold.checkpoint.retention import steps
+    from fourfold.config.run_file import load_run
+    from fourfold.drill.inject import Planted
+    from fourfold.drill.injector import Injector
     from fourfold.train.run import train as train_run
-    from fourfold.train.run_file import load_run
 
     config = load_run(file)
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])

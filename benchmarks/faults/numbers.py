@@ -19,17 +19,17 @@ from typing import Any
 
 from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
-from fourfold import RankPool
-from fourfold.faults.fault import Fault
-from fourfold.faults.injector import Injector
-from fourfold.grid import Grid
-from fourfold.train.checkpoint import Checkpoints
-from fourfold.train.numbers_gone_bad import AT_LEAST, BadNumbers
-from fourfold.train.replicas import SameWeights
-from fourfold.train.run_file import load_run
-from fourfold.train.stragglers import Stragglers
-from fourfold.train.trainer import Callback, StepResult, Trainer
-from fourfold.train.watchers import callbacks_of
+from benchmarks.ranks import RankPool
+from fourfold.checkpoint import Checkpoints
+from fourfold.config.run_file import load_run
+from fourfold.drill.fault import Fault
+from fourfold.drill.injector import Injector
+from fourfold.mesh.grid import Grid
+from fourfold.train.callbacks import callbacks_of
+from fourfold.train.loop.trainer import Callback, StepResult, Trainer
+from fourfold.train.resilience.bad_steps import AT_LEAST, BadSteps
+from fourfold.train.resilience.replica_check import ReplicaConsistencyCheck
+from fourfold.train.resilience.stragglers import Stragglers
 
 Shape = tuple[int, int, int, int]
 WITHIN = 20  # steps
@@ -37,7 +37,7 @@ SLOWER = 0.2  # of a usual step
 LONGEST = 60  # steps of a disturbed run
 # Steps of some tenths of a second: a fifth of 20 of them has to be more than what a shared machine adds by chance.
 SEQUENCES = {"slow": 768, "clean": 768}
-WATCHERS = (BadNumbers, SameWeights, Stragglers)
+WATCHERS = (BadSteps, ReplicaConsistencyCheck, Stragglers)
 Line = tuple[int, str]  # in which step, and what was said
 
 

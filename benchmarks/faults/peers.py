@@ -27,16 +27,15 @@ from torch import Tensor
 
 from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row, all_right
-from fourfold import RankPool
-from fourfold.faults.fault import Fault
-from fourfold.faults.injector import Injector
-from fourfold.grid import Grid
-from fourfold.parallel.collectives import Flight
-from fourfold.ranks import RankError
-from fourfold.train.hang import HangWatch, LostRanks
-from fourfold.train.hang.place import in_words
-from fourfold.train.run_file import load_run
-from fourfold.train.trainer import Callback, StepResult, Trainer
+from benchmarks.ranks import RankError, RankPool
+from fourfold.config.run_file import load_run
+from fourfold.drill.fault import Fault
+from fourfold.drill.injector import Injector
+from fourfold.mesh.collectives import InFlightCollective
+from fourfold.mesh.grid import Grid
+from fourfold.train.loop.trainer import Callback, StepResult, Trainer
+from fourfold.train.resilience.hang import HangWatch, LostRanks
+from fourfold.train.resilience.hang.place import in_words
 
 Shape = tuple[int, int, int, int]
 GRIDS: tuple[Shape, ...] = ((1, 2, 1, 2), (2, 1, 2, 1))
@@ -61,7 +60,7 @@ def rows(pool: RankPool, folder: Path, trials: int, broken: bool) -> Iterator[Ro
         DEAD_BAR_S,
         "Gloo: 33 ms until the others see an error; no report (measured with torch 2.13, one machine, no Fourfold)",
     )
-    sequences = {shape: pool.run(rehearse, 4, str(file), shape) for shape in GRIDS[:trials]}
+    sequences = {shape: pool.run(collective_order, 4, str(file), shape) for shape in GRIDS[:trials]}
     hung = [trial(pool, file, folder / f"hung-{n}", "stop", n, sequences, broken) for n in range(trials)]
     yield time_row(
         f"a rank hangs, {trials} times on 4 ranks, time-out {TIMEOUT_S:g} s: all others are out",
@@ -166,24 +165,24 @@ class Diary(Callback):
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self.words: dict[str, list[str]] = defaultdict(list)
-        self._flights: list[tuple[str, int, Flight]] = []
+        self._flights: list[tuple[str, int, InFlightCollective]] = []
 
     @contextmanager
     def around_run(self, trainer: Trainer) -> Iterator[None]:
         trainer.grid.collectives.observers.append(self)
         yield
 
-    def started(self, flight: Flight, *tensors: Tensor) -> None:
+    def started(self, flight: InFlightCollective, *tensors: Tensor) -> None:
         self.words[flight.axis].append(in_words(flight))
         self._flights = [
             item for item in self._flights if not item[2].work or not item[2].work.is_completed()
         ]
         self._flights.append((flight.axis, len(self.words[flight.axis]), flight))
 
-    def waited(self, flight: Flight) -> None:
+    def waited(self, flight: InFlightCollective) -> None:
         self._flights = [item for item in self._flights if item[2] is not flight]
 
-    def failed(self, flight: Flight, error: Exception) -> None: ...
+    def failed(self, flight: InFlightCollective, error: Exception) -> None: ...
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         time.sleep(0.05)  # steps long enough for signs of life between them
@@ -232,7 +231,7 @@ def train_until_lost(file: str, shape: Shape, fault: Fault, folder: str, broken:
         os._exit(1)  # as a run does
 
 
-def rehearse(file: str, shape: Shape) -> dict[str, list[str]]:
+def collective_order(file: str, shape: Shape) -> dict[str, list[str]]:
     diary = Diary()
     Trainer(config(file, shape), Grid.create(shape), [diary]).train()
     return dict(diary.words)

@@ -23,18 +23,18 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row, all_right
-from fourfold import RankPool
-from fourfold.faults.fault import Action, Fault, Point
-from fourfold.faults.files import damage, swap_files
-from fourfold.faults.plant import Planted, cut_short, in_files
-from fourfold.grid import Grid
-from fourfold.train.checkpoint import Checkpoints, SaveError, commit
-from fourfold.train.checkpoint.folder import LocalFolder, open_folder
-from fourfold.train.checkpoint.latest import newest_valid, steps
-from fourfold.train.checkpoint.manifest import find_damage
-from fourfold.train.checkpoint.state import Training
-from fourfold.train.run_file import load_run
-from fourfold.train.trainer import Trainer
+from benchmarks.ranks import RankPool
+from fourfold.checkpoint import Checkpoints, SaveError, commit
+from fourfold.checkpoint.folder import LocalFolder, open_folder
+from fourfold.checkpoint.manifest import find_damage
+from fourfold.checkpoint.retention import newest_valid, steps
+from fourfold.checkpoint.state import TrainState
+from fourfold.config.run_file import load_run
+from fourfold.drill.fault import Action, Fault, Point
+from fourfold.drill.files import damage, swap_files
+from fourfold.drill.inject import Planted, cut_short, in_files
+from fourfold.mesh.grid import Grid
+from fourfold.train.loop.trainer import Trainer
 
 DCP = "PyTorch 2.13's DCP"
 SAVE = Checkpoints._save
@@ -51,7 +51,7 @@ def run(small: bool, broken: bool = False) -> Iterator[Row]:
 # -- a run to save -----------------------------------------------------------------------------------------------------
 
 
-def trained(file: Path, ranks: int, count: int) -> Training:
+def trained(file: Path, ranks: int, count: int) -> TrainState:
     """The small run after so many steps, split over z."""
     config = load_run(file, [f"grid.z={ranks}", f"schedule.steps={count}"])
     trainer = Trainer(config, Grid.create((1, ranks, 1, 1)))
@@ -59,7 +59,7 @@ def trained(file: Path, ranks: int, count: int) -> Training:
     return trainer.training
 
 
-def numbers(training: Training) -> list[Tensor]:
+def numbers(training: TrainState) -> list[Tensor]:
     """All that this rank has: weights and the state of the optimizer."""
     pairs: Any = training.optimizer._pairs  # type: ignore[attr-defined]
     states = [training.optimizer.state[shard] for _, shard in pairs]
@@ -88,7 +88,7 @@ def in_place() -> Iterator[None]:
             patch.object(commit, "unfinished", lambda root, step: root.child(commit.step_name(step)))
         )
         patches.enter_context(patch.object(LocalFolder, "rename", lambda *_: None))
-        patches.enter_context(patch("fourfold.train.checkpoint.save.find_damage", lambda *_, **__: []))
+        patches.enter_context(patch("fourfold.checkpoint.save.find_damage", lambda *_, **__: []))
         yield
 
 
@@ -143,7 +143,7 @@ def _fails(checkpoints: Checkpoints) -> bool:
     return False
 
 
-def _loads(checkpoints: Checkpoints, training: Training, states: dict[int, list[Tensor]]) -> int | None:
+def _loads(checkpoints: Checkpoints, training: TrainState, states: dict[int, list[Tensor]]) -> int | None:
     """The step that `latest` is, if all of its numbers are that step's."""
     try:
         step = checkpoints.load(training)
@@ -152,14 +152,14 @@ def _loads(checkpoints: Checkpoints, training: Training, states: dict[int, list[
     return step if step in states and same(numbers(training), states[step]) else None
 
 
-def _saves_again(checkpoints: Checkpoints, training: Training) -> bool:
+def _saves_again(checkpoints: Checkpoints, training: TrainState) -> bool:
     training.step = 3
     checkpoints.save(training)
     return not _fails(checkpoints)
 
 
 @torch.no_grad()
-def _restore(training: Training, state: list[Tensor]) -> None:
+def _restore(training: TrainState, state: list[Tensor]) -> None:
     pairs: Any = training.optimizer._pairs  # type: ignore[attr-defined]
     targets = [cast(DTensor, p).to_local() for p in training.model.parameters()]
     states = [training.optimizer.state[shard] for _, shard in pairs]

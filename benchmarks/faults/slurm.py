@@ -16,12 +16,12 @@ from benchmarks import local_slurm
 from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
 from benchmarks.local_slurm import ENDED, state, wait_until
-from fourfold.faults.drill import compare
+from fourfold.checkpoint.folder import open_folder
+from fourfold.checkpoint.retention import steps
+from fourfold.drill.drill import compare
 from fourfold.launch.slurm import SlurmJob, render, submit
 from fourfold.launch.world import World, train_command
-from fourfold.train.checkpoint.folder import open_folder
-from fourfold.train.checkpoint.latest import steps
-from fourfold.train.metrics import METRICS, read_metrics
+from fourfold.train.observe.metrics import METRICS, read_metrics
 
 TIMES = 20
 STEPS_BETWEEN = 3

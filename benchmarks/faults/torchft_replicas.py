@@ -32,19 +32,19 @@ import torch.distributed as dist
 
 from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
-from fourfold.ranks import RankError, RankPool
-from fourfold.train import peer_copy
-from fourfold.train.config import RunConfig
-from fourfold.train.replicas import hash_of
+from benchmarks.ranks import RankError, RankPool
+from fourfold.config.run_file import load_run
+from fourfold.config.schema import RunConfig
+from fourfold.train.loop.trainer import Callback, StepResult, Trainer
+from fourfold.train.recovery import peer_copy
+from fourfold.train.resilience.replica_check import hash_of
 from fourfold.train.run import train
-from fourfold.train.run_file import load_run
-from fourfold.train.trainer import Callback, StepResult, Trainer
 
 # As in docs/reliability.md.
 LIGHTHOUSE = "--min_replicas 1 --heartbeat_timeout_ms 1000 --quorum_tick_ms 50 --join_timeout_ms 1000"
 GRID, RANKS, REPLICAS = {"z": 1, "y": 1, "x": 2}, 2, 2
 STALL_BAR_S = 3.0
-PRELOAD = ("fourfold.train.run", "fourfold.train.quorum", "torchft")
+PRELOAD = ("fourfold.train.run", "fourfold.train.recovery.torchft_manager", "torchft")
 STEP_S = 0.08  # at least, as with a real model: a replica has to come back before the end
 RESTART_S = 1.5  # that a launcher takes to start the ranks again
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from fourfold.train.config import RunConfig
-from fourfold.train.data.manifest import Manifest
-from fourfold.train.data.shards import ShardWriter, token_dtype
-from fourfold.train.data.tokenizer import TokenizerFacts
-from fourfold.train.describe_config import toml_value
-from fourfold.train.run_file import load_run
-from fourfold.train.trainer import Callback, StepResult, Trainer
+from fourfold.config.describe import toml_value
+from fourfold.config.run_file import load_run
+from fourfold.config.schema import RunConfig
+from fourfold.data.manifest import Manifest
+from fourfold.data.shards import ShardWriter, token_dtype
+from fourfold.data.tokenizer import TokenizerFacts
+from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 
 VOCABULARY = 160
 LENGTH = 32

@@ -28,8 +28,8 @@ def on_files(files: Any, config: Any) -> Any:
     """The pages that have no file: the run's file and its schema, the commands."""
     from mkdocs.structure.files import File
 
-    from fourfold.train.config import RunConfig
-    from fourfold.train.describe_config import reference
+    from fourfold.config.describe import reference
+    from fourfold.config.schema import RunConfig
 
     made = {
         "run-file.md": RUN_FILE + reference().split("\n", 1)[1],

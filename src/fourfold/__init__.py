@@ -7,26 +7,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fourfold.checkpoint.save import Checkpoints
+    from fourfold.checkpoint.state import TrainState
+    from fourfold.config.run_file import load_run
+    from fourfold.config.schema import RunConfig
     from fourfold.dry_run.run import DryRun, dryrun
-    from fourfold.grid import Grid, factorisations
-    from fourfold.parallel.clip import clip_grad_norm_
+    from fourfold.errors import UnsupportedError
+    from fourfold.mesh.axes import factorisations
+    from fourfold.mesh.grid import Grid
+    from fourfold.optim.clip import clip_grad_norm_
+    from fourfold.optim.sharded_optimizer import sharded_optimizer
     from fourfold.parallel.loss import count_labels, cross_entropy, full_logits
-    from fourfold.parallel.optimizer import on_shards
-    from fourfold.parallel.overlap import Overlap
     from fourfold.parallel.parallelize import parallelize
-    from fourfold.parallel.refused import Refused
     from fourfold.parallel.report import Report
-    from fourfold.parallel.step_report import StepReport, measure_step, save_run
-    from fourfold.parallel.timeline import timeline
-    from fourfold.parallel.weights import accumulating
     from fourfold.planner.plan import plan
     from fourfold.planner.search import Plan
-    from fourfold.ranks import RankPool
-    from fourfold.train.checkpoint.save import Checkpoints
-    from fourfold.train.checkpoint.state import Training
-    from fourfold.train.config import RunConfig
-    from fourfold.train.run_file import load_run
-    from fourfold.train.trainer import Callback, StepResult, Trainer
+    from fourfold.profiling.step_report import StepReport, measure_step, save_run
+    from fourfold.profiling.timeline import timeline
+    from fourfold.train.loop.trainer import Callback, StepResult, Trainer
+    from fourfold.weights.api import no_sync
+    from fourfold.weights.overlap import Overlap
 
 __version__ = "0.1.0"
 
@@ -37,15 +37,13 @@ __all__ = [
     "Grid",
     "Overlap",
     "Plan",
-    "RankPool",
-    "Refused",
     "Report",
     "RunConfig",
     "StepReport",
     "StepResult",
+    "TrainState",
     "Trainer",
-    "Training",
-    "accumulating",
+    "UnsupportedError",
     "clip_grad_norm_",
     "count_labels",
     "cross_entropy",
@@ -54,34 +52,35 @@ __all__ = [
     "full_logits",
     "load_run",
     "measure_step",
-    "on_shards",
+    "no_sync",
     "parallelize",
     "plan",
     "save_run",
+    "sharded_optimizer",
     "timeline",
 ]
 
 _HOMES = {
     "fourfold.dry_run.run": ("DryRun", "dryrun"),
-    "fourfold.grid": ("Grid", "factorisations"),
-    "fourfold.parallel.clip": ("clip_grad_norm_",),
+    "fourfold.mesh.axes": ("factorisations",),
+    "fourfold.mesh.grid": ("Grid",),
+    "fourfold.optim.clip": ("clip_grad_norm_",),
     "fourfold.parallel.loss": ("count_labels", "cross_entropy", "full_logits"),
-    "fourfold.parallel.optimizer": ("on_shards",),
-    "fourfold.parallel.overlap": ("Overlap",),
+    "fourfold.optim.sharded_optimizer": ("sharded_optimizer",),
+    "fourfold.weights.overlap": ("Overlap",),
     "fourfold.parallel.parallelize": ("parallelize",),
-    "fourfold.parallel.refused": ("Refused",),
+    "fourfold.errors": ("UnsupportedError",),
     "fourfold.parallel.report": ("Report",),
-    "fourfold.parallel.step_report": ("StepReport", "measure_step", "save_run"),
-    "fourfold.parallel.timeline": ("timeline",),
-    "fourfold.parallel.weights": ("accumulating",),
+    "fourfold.profiling.step_report": ("StepReport", "measure_step", "save_run"),
+    "fourfold.profiling.timeline": ("timeline",),
+    "fourfold.weights.api": ("no_sync",),
     "fourfold.planner.plan": ("plan",),
     "fourfold.planner.search": ("Plan",),
-    "fourfold.ranks": ("RankPool",),
-    "fourfold.train.checkpoint.save": ("Checkpoints",),
-    "fourfold.train.checkpoint.state": ("Training",),
-    "fourfold.train.config": ("RunConfig",),
-    "fourfold.train.run_file": ("load_run",),
-    "fourfold.train.trainer": ("Callback", "StepResult", "Trainer"),
+    "fourfold.checkpoint.save": ("Checkpoints",),
+    "fourfold.checkpoint.state": ("TrainState",),
+    "fourfold.config.schema": ("RunConfig",),
+    "fourfold.config.run_file": ("load_run",),
+    "fourfold.train.loop.trainer": ("Callback", "StepResult", "Trainer"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -40,13 +40,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from fourfold.grid import AXES, Grid, factorisations
-from fourfold.parallel.clip import clip_grad_norm_
-from fourfold.parallel.optimizer import on_shards
-from fourfold.parallel.overlap import Overlap
+from fourfold.mesh.axes import AXES, factorisations
+from fourfold.mesh.grid import Grid
+from fourfold.optim.clip import clip_grad_norm_
+from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.parallelize import ActivationCheckpointing, parallelize
-from fourfold.parallel.tokens import ActivationsWanted
-from fourfold.parallel.weights import Weights
+from fourfold.parallel.sequence import ActivationsWanted
+from fourfold.weights.api import Weights
+from fourfold.weights.overlap import Overlap
 
 LOSS_BAR = 1e-5  # relative
 GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
@@ -203,7 +204,9 @@ def train_on(
         activations=activations,
         activation_checkpointing=activation_checkpointing,
     )
-    optimizer = on_shards(torch.optim.AdamW)(model.parameters(), lr=LEARNING_RATE, eps=EPS, foreach=True)
+    optimizer = sharded_optimizer(torch.optim.AdamW)(
+        model.parameters(), lr=LEARNING_RATE, eps=EPS, foreach=True
+    )
     parameters = {n: (p, report.layouts[n]) for n, p in model.named_parameters()}
     loss_error, parameter_error = 0.0, 0.0
     gradients = dict.fromkeys(parameters, 0.0)

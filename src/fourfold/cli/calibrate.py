@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from fourfold.planner.cluster import to_toml
+from fourfold.planner.inputs.cluster import to_toml
 
 if TYPE_CHECKING:
-    from fourfold.planner.calibrate import Calibration
+    from fourfold.planner.calibrate.calibrate import Calibration
 
 
 def add_to(commands: Any) -> None:
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.minutes <= 0:
         raise ValueError(f"--minutes {options.minutes} leaves no time to measure; use more than 0")
-    from fourfold.planner.calibrate import calibrate  # torch takes seconds to import
+    from fourfold.planner.calibrate.calibrate import calibrate  # torch takes seconds to import
 
     result = calibrate(options.name or options.out.stem, budget_s=60 * options.minutes)
     if result is not None:

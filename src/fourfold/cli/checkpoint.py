@@ -35,14 +35,14 @@ def _action(actions: Any, name: str, run: Any, what: str) -> argparse.ArgumentPa
 
 
 def list_all(options: argparse.Namespace) -> int:
-    from fourfold.train.checkpoint import latest
-    from fourfold.train.checkpoint.commit import step_name
-    from fourfold.train.checkpoint.folder import open_folder
-    from fourfold.train.checkpoint.manifest import find_damage, read_manifest
+    from fourfold.checkpoint import retention
+    from fourfold.checkpoint.commit import step_name
+    from fourfold.checkpoint.folder import open_folder
+    from fourfold.checkpoint.manifest import find_damage, read_manifest
 
     root = open_folder(options.folder)
     newest = None
-    for step in latest.steps(root):
+    for step in retention.steps(root):
         folder = root.child(step_name(step))
         damage = find_damage(folder, step, hashes=False)
         if damage:
@@ -52,7 +52,7 @@ def list_all(options: argparse.Namespace) -> int:
         size = sum(record.size for record in files.values())
         print(f"{step_name(step):<14} complete  {len(files)} files, {_bytes(size)}")
         newest = step
-    for name in latest.unfinished_names(root):
+    for name in retention.unfinished_names(root):
         print(f"{name:<14} not a checkpoint: an interrupted save or removal, or set aside as damaged")
     print(
         f"the newest is {step_name(newest)} (by sizes; `verify` compares hashes)"
@@ -63,9 +63,9 @@ def list_all(options: argparse.Namespace) -> int:
 
 
 def verify_all(options: argparse.Namespace) -> int:
-    from fourfold.train.checkpoint.commit import step_name
-    from fourfold.train.checkpoint.folder import open_folder
-    from fourfold.train.checkpoint.manifest import find_damage, read_manifest
+    from fourfold.checkpoint.commit import step_name
+    from fourfold.checkpoint.folder import open_folder
+    from fourfold.checkpoint.manifest import find_damage, read_manifest
 
     root = open_folder(options.folder)
     bad = 0
@@ -81,11 +81,11 @@ def verify_all(options: argparse.Namespace) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    from fourfold.grid import AXES
-    from fourfold.train.checkpoint.folder import open_folder
-    from fourfold.train.checkpoint.index import tensors
-    from fourfold.train.checkpoint.state import read_values
-    from fourfold.train.checkpoint.storage import Reader
+    from fourfold.checkpoint.folder import open_folder
+    from fourfold.checkpoint.index import tensors
+    from fourfold.checkpoint.state import read_values
+    from fourfold.checkpoint.storage import Reader
+    from fourfold.mesh.axes import AXES
 
     root = open_folder(options.folder)
     step = _steps(root, options.step)[-1]
@@ -110,9 +110,9 @@ def show(options: argparse.Namespace) -> int:
 
 
 def _steps(root: Any, wanted: int | None) -> list[int]:
-    from fourfold.train.checkpoint import latest
+    from fourfold.checkpoint import retention
 
-    committed = latest.steps(root)
+    committed = retention.steps(root)
     if not committed:
         raise ValueError(f"there is no checkpoint in {root}")
     if wanted is not None and wanted not in committed:

@@ -80,8 +80,8 @@ def _add_info(actions: Any) -> None:
 def prepare(options: argparse.Namespace) -> int:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from fourfold.train.data.plan import Settings
-    from fourfold.train.data.prepare import prepare as run
+    from fourfold.data.plan import Settings
+    from fourfold.data.prepare import prepare as run
 
     settings = Settings(
         tokenizer=options.tokenizer,
@@ -110,7 +110,7 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def info(options: argparse.Namespace) -> int:
-    from fourfold.train.data.manifest import Manifest
+    from fourfold.data.manifest import Manifest
 
     manifest = Manifest.load(options.folder)
     print(_described(options.folder, manifest))
@@ -130,7 +130,7 @@ def info(options: argparse.Namespace) -> int:
 
 
 def _described(folder: Path, manifest: Any) -> str:
-    from fourfold.train.data.manifest import SPLITS
+    from fourfold.data.manifest import SPLITS
 
     tokenizer = manifest.tokenizer
     lines = [
@@ -147,8 +147,8 @@ def _described(folder: Path, manifest: Any) -> str:
 
 
 def _show(folder: Path, length: int, count: int) -> None:
-    from fourfold.train.data.samples import Samples
-    from fourfold.train.data.tokenizer import load_tokenizer
+    from fourfold.data.samples import Samples
+    from fourfold.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder / "tokenizer")
     samples = Samples(folder, "train", length)

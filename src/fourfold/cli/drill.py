@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli.arguments import add_changes, add_file, add_ranks
-from fourfold.launch import CONTINUE, is_rank
+from fourfold.processes import CONTINUE, is_rank
 
 if TYPE_CHECKING:
-    from fourfold.faults.drill import Launch
-    from fourfold.faults.fault import Fault
-    from fourfold.train.config import RunConfig
+    from fourfold.config.schema import RunConfig
+    from fourfold.drill.drill import Launch
+    from fourfold.drill.fault import Fault
 
 
 def add_to(commands: Any) -> None:
@@ -61,19 +61,19 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from fourfold.faults.fault import Fault
-    from fourfold.train.run_file import load_run
+    from fourfold.config.run_file import load_run
+    from fourfold.drill.fault import Fault
 
     faults = [Fault.parse(text) for text in options.fault]
     if options.compare:  # also in a step of Slurm
-        from fourfold.faults.cluster import judge
+        from fourfold.drill.cluster import judge
 
         wrong, well = judge(options.folder, faults)
         print("\n".join(wrong) or well)
         return 1 if wrong else 0
     if is_rank():
         return _as_rank(options, faults)
-    from fourfold.train.start import check, local_ranks
+    from fourfold.launch.local import check, local_ranks
 
     config = load_run(options.file, options.set)
     _refuse_replicas(config)
@@ -86,9 +86,9 @@ def drill(
     options: argparse.Namespace, config: RunConfig, ranks: int, faults: Sequence[Fault], launch: Launch
 ) -> int:
     """All exercises, or one for each fault that was given; a line for each."""
-    from fourfold.faults.drill import clear
-    from fourfold.faults.drill import drill as outcomes
-    from fourfold.faults.exercise import exercise_of, exercises, refuse
+    from fourfold.drill.drill import clear
+    from fourfold.drill.drill import drill as outcomes
+    from fourfold.drill.scenario import exercise_of, exercises, refuse
 
     for fault in faults:
         refuse(fault, ranks, config.grid.data)
@@ -133,11 +133,11 @@ def in_processes(options: argparse.Namespace, ranks: int) -> Launch:
 
 def _as_rank(options: argparse.Namespace, faults: Sequence[Fault]) -> int:
     """Of a drill on this machine, or on a cluster."""
-    from fourfold.faults.cluster import begin
-    from fourfold.faults.drill import NOTES, without_trackers
-    from fourfold.faults.injector import Injector
+    from fourfold.config.run_file import load_run
+    from fourfold.drill.cluster import begin
+    from fourfold.drill.drill import NOTES, without_trackers
+    from fourfold.drill.injector import Injector
     from fourfold.train.run import train
-    from fourfold.train.run_file import load_run
 
     if options.started_here:
         config = without_trackers(load_run(options.file, options.set))

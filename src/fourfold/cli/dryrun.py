@@ -56,8 +56,8 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     # torch and transformers take seconds to import
     from fourfold.dry_run.run import dryrun
-    from fourfold.grid import AXES
-    from fourfold.parallel.overlap import Overlap
+    from fourfold.mesh.axes import AXES
+    from fourfold.weights.overlap import Overlap
 
     result = dryrun(
         options.config,

@@ -42,7 +42,7 @@ def add_to(commands: Any, name: str = "export") -> None:
 def run(options: argparse.Namespace) -> int:
     import torch
 
-    from fourfold.train.export import export
+    from fourfold.export import export
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(options.dtype or "")
     exported = export(

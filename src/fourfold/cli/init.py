@@ -37,9 +37,9 @@ def add_to(commands: Any) -> None:
 
 
 def init(options: argparse.Namespace) -> int:
-    from fourfold.train.data.manifest import NAME, Manifest
-    from fourfold.train.describe_config import SIZES, model_config, starting_file
-    from fourfold.train.run_file import ConfigError
+    from fourfold.config.describe import SIZES, model_config, starting_file
+    from fourfold.config.run_file import ConfigError
+    from fourfold.data.manifest import NAME, Manifest
 
     if options.size not in SIZES:
         raise ConfigError(f"there is no size {options.size!r}; use one of {', '.join(SIZES)}")
@@ -63,9 +63,9 @@ def init(options: argparse.Namespace) -> int:
 
 
 def config(options: argparse.Namespace) -> int:
-    from fourfold.train.config import RunConfig
-    from fourfold.train.describe_config import reference
-    from fourfold.train.run_file import load_run
+    from fourfold.config.describe import reference
+    from fourfold.config.run_file import load_run
+    from fourfold.config.schema import RunConfig
 
     if options.file is not None:
         print(load_run(options.file, options.set).model_dump_json(indent=2))

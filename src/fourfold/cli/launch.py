@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.cli.arguments import add_changes, add_file
-from fourfold.launch import MAX_RESTARTS
+from fourfold.processes import MAX_RESTARTS
 
 
 def add_to(commands: Any) -> None:
@@ -189,8 +189,8 @@ def kubernetes(options: argparse.Namespace) -> int:
 
 def _checked(options: argparse.Namespace) -> tuple[Any, Any]:
     """The run and its world, refused before anybody waits for them."""
+    from fourfold.config.run_file import load_run
     from fourfold.launch.world import world_of
-    from fourfold.train.run_file import load_run
 
     config = load_run(options.file, options.set)
     if not config.checkpoints.resume:

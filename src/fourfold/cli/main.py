@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fourfold.cli import calibrate, checkpoint, data, drill, dryrun, export, init, launch, plan, report, train
-from fourfold.launch import REFUSED
+from fourfold.processes import REFUSED
 
 # Unlike a disk that is full, a file system that does not answer, or a checkpoint that was not saved for it.
 _MENDED_BY_HAND = (

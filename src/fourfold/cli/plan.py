@@ -10,17 +10,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.planner import cluster as clusters
-from fourfold.planner.cluster import Cluster
-from fourfold.planner.layout import Layout
-from fourfold.planner.page import write_page
+from fourfold.planner.cost.step import Estimate, Prices, estimate_with
+from fourfold.planner.dry_run_estimate import play, precision_of, schedule_of, target_of
+from fourfold.planner.inputs import cluster as clusters
+from fourfold.planner.inputs.cluster import Cluster
+from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.workload import Workload, from_config
 from fourfold.planner.plan import plan as make_plan
-from fourfold.planner.predicted_trace import chrome_trace
-from fourfold.planner.rehearsal import play, precision_of, rehearse, schedule_of, target_of
 from fourfold.planner.search import Plan
-from fourfold.planner.show import budget, explain, rate_that_hides, show_plan, worth_of_tokens, worth_of_y
-from fourfold.planner.step_cost import Estimate, Prices, estimate_with
-from fourfold.planner.workload import Workload, from_config
+from fourfold.planner.show.page import write_page
+from fourfold.planner.show.tables import (
+    budget,
+    explain,
+    rate_that_hides,
+    sequence_parallel_speedup,
+    show_plan,
+    y_speedup,
+)
+from fourfold.planner.show.trace import chrome_trace
+from fourfold.planner.workers import estimate_by_dry_run
 
 if TYPE_CHECKING:
     from fourfold.planner.simulate import Simulated
@@ -92,7 +100,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     cluster = clusters.load(options.cluster)
     if options.against:
-        from fourfold.planner.against import compare, read_run
+        from fourfold.planner.show.compare import compare, read_run
 
         print(compare(read_run(options.against), cluster))
         return 0
@@ -117,9 +125,9 @@ def run(options: argparse.Namespace) -> int:
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
     print(show_plan(plan, cluster, title, options.rows, width))
     best = plan.best  # raises with the nearest miss, if there is none
-    print(worth_of_y(plan))
-    if worth_of_tokens(plan):
-        print(worth_of_tokens(plan))
+    print(y_speedup(plan))
+    if sequence_parallel_speedup(plan):
+        print(sequence_parallel_speedup(plan))
     print(_what_hides(prices, best, sequences, cluster))
     if options.tokens:
         print(budget(best, options.tokens, price_per_hour=options.price, watts=options.watts))
@@ -194,7 +202,7 @@ def _what_hides(prices: Prices, best: Estimate, sequences: int, cluster: Cluster
 def _timeline(
     path: Path, best: Estimate, sequences: int, length: int, cluster: Cluster, precision: str
 ) -> Simulated:
-    rehearsal = rehearse(path, best.layout, sequences, length, target_of(cluster), precision)
+    rehearsal = estimate_by_dry_run(path, best.layout, sequences, length, target_of(cluster), precision)
     return play(rehearsal, cluster, keep_spans=True)[0]
 
 

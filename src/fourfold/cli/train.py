@@ -9,10 +9,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli.arguments import add_changes, add_file, add_ranks
-from fourfold.launch import CONTINUE, MAX_RESTARTS, is_rank
+from fourfold.processes import CONTINUE, MAX_RESTARTS, is_rank
 
 if TYPE_CHECKING:
-    from fourfold.train.config import RunConfig
+    from fourfold.config.schema import RunConfig
 
 
 def add_to(commands: Any) -> None:
@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from fourfold.train.run_file import load_run
+    from fourfold.config.run_file import load_run
 
     changes = [*options.set]
     if options.profile is not None:
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_run(options.file, changes)
     if is_rank():
         return _train(config, options)
-    from fourfold.train.start import check, local_ranks, start_ranks
+    from fourfold.launch.local import check, local_ranks, start_ranks
 
     ranks = local_ranks(config, options.ranks)
     check(config)
@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(config: RunConfig, options: argparse.Namespace) -> int:
+    from fourfold.train.recovery.stop import SIGNALS
     from fourfold.train.run import train  # torch takes seconds to import
-    from fourfold.train.stop import SIGNALS
 
     if train(config):
         return 0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fourfold.dry_run.memory import Category
-from fourfold.grid import Axis
-from fourfold.parallel.collectives import Kind, Purpose
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.collectives import Kind, Purpose
 
 Phase = Literal["forward", "recompute", "backward", "clip", "optimizer"]
 Work = Literal["matmul", "attention", "memory"]

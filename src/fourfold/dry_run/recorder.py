@@ -31,8 +31,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fourfold.dry_run.events import Event, Operation, Phase, Start, Trace, Wait, Work
 from fourfold.dry_run.memory import Category
-from fourfold.grid import Grid
-from fourfold.parallel.collectives import Flight
+from fourfold.mesh.collectives import InFlightCollective
+from fourfold.mesh.grid import Grid
 
 aten = torch.ops.aten
 _MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_}
@@ -57,7 +57,7 @@ class Recorder(TorchDispatchMode):
         self._number_of: dict[int, int] = {}  # storages by address, while they live
         self._categories: dict[int, Category] = {}
         self._next = 0
-        self._flights: dict[int, tuple[Flight, Start]] = {}  # by identity
+        self._flights: dict[int, tuple[InFlightCollective, Start]] = {}  # by identity
         self._names = {module: name for name, module in model.named_modules()}
         self._entered: dict[int, list[str]] = {}  # by thread
         self._module_of_node: dict[int, str] = {}
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
 
     # -- collectives (`collectives.Observer`) -----------------------------------------------------------------------
 
-    def started(self, flight: Flight, *tensors: Tensor) -> None:
+    def started(self, flight: InFlightCollective, *tensors: Tensor) -> None:
         phase, module = self._where()
         start = Start(
             phase,
@@ -227,13 +227,13 @@ class Recorder(TorchDispatchMode):
                 self.label(tensor, "gradients")
             self._label_new(tensors[2:], "communication buffers")
 
-    def waited(self, flight: Flight) -> None:
+    def waited(self, flight: InFlightCollective) -> None:
         if id(flight) in self._flights:
             start = self._flights.pop(id(flight))[1]
             phase, _ = self._where()
             self.events.append(Wait(phase, start.module, start.axis, start.kind, start.purpose))
 
-    def failed(self, flight: Flight, error: Exception) -> None: ...
+    def failed(self, flight: InFlightCollective, error: Exception) -> None: ...
 
     def _label_new(self, tensors: tuple[Tensor, ...], category: Category) -> None:
         for tensor in tensors:

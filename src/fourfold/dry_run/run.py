@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from fourfold import outside
+from fourfold import untrusted_input as outside
 from fourfold.dry_run.blocks import find_repeated, shallow_copy
 from fourfold.dry_run.events import Operation, Start, Trace
 from fourfold.dry_run.expand import NotPeriodic, expand
@@ -24,18 +24,18 @@ from fourfold.dry_run.memory import Peak, find_peak
 from fourfold.dry_run.recorder import Recorder
 from fourfold.dry_run.show import show
 from fourfold.dry_run.world import fake_grid
-from fourfold.grid import Grid
-from fourfold.parallel.clip import clip_grad_norm_
-from fourfold.parallel.initialize import restore_buffers
-from fourfold.parallel.layout import chunk
+from fourfold.errors import line_of_model
+from fourfold.hf.init_recorder import restore_buffers
+from fourfold.hf.parameter_layout import chunk
+from fourfold.mesh.grid import Grid
+from fourfold.optim.clip import clip_grad_norm_
+from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.loss import count_labels
-from fourfold.parallel.optimizer import on_shards
-from fourfold.parallel.overlap import Overlap
 from fourfold.parallel.parallelize import ActivationCheckpointing, arrange
-from fourfold.parallel.refused import line_of_model
 from fourfold.parallel.report import Report
-from fourfold.parallel.tokens import ActivationsWanted
-from fourfold.parallel.weights import Precision, Weights, accumulating
+from fourfold.parallel.sequence import ActivationsWanted
+from fourfold.weights.api import Precision, Weights, no_sync
+from fourfold.weights.overlap import Overlap
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Step:
             for tensor in (*model.parameters(), *model.buffers()):
                 recorder.label(tensor, "parameters")
             # As torch itself chooses on CUDA and on CPU.
-            self.optimizer = on_shards(torch.optim.AdamW)(
+            self.optimizer = sharded_optimizer(torch.optim.AdamW)(
                 model.parameters(), lr=1e-4, foreach=grid.target == "cuda"
             )
             self.ids = torch.zeros(micro_batches * rows, length, dtype=torch.int64)
@@ -212,7 +212,7 @@ class _Step:
             # One mean over all of them; a single one counts for itself.
             items = {"num_items_in_batch": count_labels(self.ids, self.grid, shift=True)} if first else {}
             for ids in first:
-                with accumulating(self.model):
+                with no_sync(self.model):
                     self._forward_and_backward(ids, items)
             self._forward_and_backward(last, items)
             for parameter in self.model.parameters():

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fourfold.grid import AXES, Grid
+from fourfold.mesh.axes import AXES
+from fourfold.mesh.grid import Grid
 
 
 @contextmanager

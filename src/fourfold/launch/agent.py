@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from fourfold.launch import CONTINUE
+from fourfold.processes import CONTINUE
 
 if TYPE_CHECKING:
     from fourfold.launch.elastic import Agent
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGALRM, _warn_ranks)
 
-    from fourfold.launch import warm
+    from fourfold.launch import forkserver as warm
 
     if "-m" in arguments:  # what ranks import is imported meanwhile
         warm.start_server()
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     from fourfold.launch.elastic import has_saved, run_and_rejoin
-    from fourfold.train.stop import AGAIN_S
+    from fourfold.train.recovery.stop import AGAIN_S
 
     interrupts_s: list[float] = []
 
@@ -80,8 +80,9 @@ def _mend_torchrun() -> None:
     from torch.distributed.elastic.multiprocessing import api as processes
     from torch.distributed.launcher import api as launcher
 
-    from fourfold.grid import FRESH_STORE
-    from fourfold.launch import elastic, warm
+    from fourfold.launch import elastic
+    from fourfold.launch import forkserver as warm
+    from fourfold.mesh.rendezvous import FRESH_STORE
 
     # Otherwise a host that comes later waits for the store of the first round; the ranks have one of their own.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

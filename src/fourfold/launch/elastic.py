@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import parse_min_max_nnodes
 
-from fourfold.launch import CONTINUE, REFUSED
+from fourfold.processes import CONTINUE, REFUSED
 
 # Of the meeting, where hosts come and go. Fewer than all wait for the others for so long before they go on; and a host
 # that hears nothing from the meeting takes it for lost. torchrun's are 30 and 60 s.

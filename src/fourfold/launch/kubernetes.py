@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml  # transformers needs it as well
 
-from fourfold.launch import CONTINUE
 from fourfold.launch.world import World, train_command
+from fourfold.processes import CONTINUE
 
 PORT = 29500
 RUN_FOLDER = Path("/etc/fourfold")

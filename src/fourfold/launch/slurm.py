@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from fourfold.launch import CONTINUE, MAX_RESTARTS
 from fourfold.launch.world import World
+from fourfold.processes import CONTINUE, MAX_RESTARTS
 
 # What the body relies on, and the option of `fourfold launch slurm` that sets it, if any does.
 SET_HERE = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.train.config import GridSection
+from fourfold.config.schema import GridSection
 
 
 @dataclass(frozen=True)

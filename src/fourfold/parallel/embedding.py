@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fourfold.grid import Grid
-from fourfold.parallel.layout import chunk
-from fourfold.parallel.random import Dropout
-from fourfold.parallel.sums import sum_forward
-from fourfold.parallel.tokens import Tokens, scattered
-from fourfold.parallel.weights import local_weight
+from fourfold.hf.parameter_layout import chunk
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.reductions import sum_forward
+from fourfold.parallel.dropout import Dropout
+from fourfold.parallel.sequence import Tokens, scattered
+from fourfold.weights.api import local_weight
 
 
 class Embedding4D(nn.Module):

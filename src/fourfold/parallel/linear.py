@@ -30,14 +30,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fourfold.grid import Axis, Grid
-from fourfold.parallel.collectives import Pending
-from fourfold.parallel.overlap import Overlap
-from fourfold.parallel.random import Dropout
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.collectives import Pending
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.reductions import NO_PARTS, GradientAxes, InFlight, await_gradient, sum_backward
+from fourfold.parallel.dropout import Dropout
+from fourfold.parallel.sequence import Cuts, Tokens
 from fourfold.parallel.sharded_linear import own_biases, own_columns, sharded_linear
-from fourfold.parallel.sums import NO_PARTS, GradientAxes, InFlight, await_gradient, sum_backward
-from fourfold.parallel.tokens import Cuts, Tokens
-from fourfold.parallel.weights import summed_weight
+from fourfold.weights.api import summed_weight
+from fourfold.weights.overlap import Overlap
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -47,7 +48,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: Tensor,
-        group: SiblingGroup,
+        group: FusedLinearGroup,
         flight: InFlight,
         columns: Sequence[tuple[int, int]],
         widths: Sequence[int],
@@ -76,7 +77,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         input, *weights = ctx.saved_tensors
-        group: SiblingGroup = ctx.group
+        group: FusedLinearGroup = ctx.group
         tokens = input.reshape(-1, input.shape[-1])
         used: list[tuple[int, Tensor, Tensor]] = []
         for i, (weight, (output, column)) in enumerate(zip(weights, ctx.columns, strict=True)):
@@ -117,7 +118,7 @@ class _Ready(threading.local):
         self.results: dict[int, Tensor] = {}
 
 
-class SiblingGroup:
+class FusedLinearGroup:
     """Linears of one module that may read the same input.
 
     The first call of a member computes all of them; the others then take what is theirs. Who turns out to read
@@ -201,7 +202,7 @@ class SiblingGroup:
     def _leave(self, member: Linear4D) -> None:
         self.members.remove(member)
         self._mine.results.pop(id(member), None)
-        alone = SiblingGroup(self.grid, self.in_axis, self.out_axis, self.overlap, self.tokens)
+        alone = FusedLinearGroup(self.grid, self.in_axis, self.out_axis, self.overlap, self.tokens)
         alone.members, alone.settled = [member], True
         member.group = alone
 
@@ -243,7 +244,7 @@ class Linear4D(nn.Module):
         self,
         name: str,
         parameters: dict[str, nn.Parameter],
-        group: SiblingGroup,
+        group: FusedLinearGroup,
         *,
         transposed: bool,
         in_features: int,

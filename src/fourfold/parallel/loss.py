@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.grid import Axis, Grid
+from fourfold.errors import UnsupportedError
+from fourfold.hf.parameter_layout import chunk
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.embedding import check_range
-from fourfold.parallel.layout import chunk
-from fourfold.parallel.refused import Refused
-from fourfold.parallel.sums import sum_forward
 
 IGNORE_INDEX = -100
 
@@ -196,7 +197,7 @@ class LossGuard:
         **ignored: Any,
     ) -> Tensor:
         if self._stock not in ("ForCausalLMLoss", "ForMaskedLMLoss"):
-            raise Refused(
+            raise UnsupportedError(
                 f"{self._model} has the loss {self._stock}, which Fourfold does not know for a batch cut over data*z="
                 f"{self._grid.batch_ranks} and a vocabulary cut over x={self._grid.x}; leave the labels away and compute "
                 "the loss from the logits (ff.cross_entropy)"
@@ -241,7 +242,7 @@ class LossGuard:
             return
         given = self._given.pop(threading.get_ident(), None)
         if given is None or given[0] is not loss or given[1] != _version(loss):
-            raise Refused(
+            raise UnsupportedError(
                 f"{self._model} computes a loss of its own, or adds to it (an auxiliary loss of a router), which would be "
                 f"that of one rank's part of data*z={self._grid.batch_ranks}, x={self._grid.x}; leave the labels away and "
                 "compute the loss from the logits (ff.cross_entropy), or turn the addition off"

@@ -12,23 +12,23 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fourfold.grid import Grid
-from fourfold.parallel.checkpoint_files import CheckpointFiles
-from fourfold.parallel.forward import Inside, wrap_block, wrap_model
-from fourfold.parallel.initialize import record_initialization, restore_buffers
-from fourfold.parallel.interleave import Lanes, interleave, why_not
+from fourfold.errors import UnsupportedError
+from fourfold.hf.init_recorder import record_initialization, restore_buffers
+from fourfold.hf.init_replay import InitReplay
+from fourfold.hf.roles import Role, assign
+from fourfold.hf.safetensors_reader import CheckpointFiles
+from fourfold.mesh.grid import Grid
+from fourfold.parallel.batch_split import BatchSplit, interleave, why_not
+from fourfold.parallel.dropout import Dropout, seed_ranks
+from fourfold.parallel.load import init_shards, load_shards
 from fourfold.parallel.loss import guard_loss
-from fourfold.parallel.materialise import initialise_shards, load_shards
-from fourfold.parallel.overlap import OF_STREAMED_WEIGHTS, OF_TOKEN_SHARDED, Overlap
-from fourfold.parallel.random import Dropout, seed_ranks
-from fourfold.parallel.recipe import Recipe
-from fourfold.parallel.refused import Refused
+from fourfold.parallel.replace_modules import replace_modules
 from fourfold.parallel.report import Report, Row, describe
-from fourfold.parallel.roles import Role, assign
-from fourfold.parallel.swap import swap_modules
-from fourfold.parallel.token_roles import TokenRoles, cut_activations
-from fourfold.parallel.tokens import Activations, ActivationsWanted
-from fourfold.parallel.weights import Precision, Weights, choose_weights, is_streamed, shard_weights
+from fourfold.parallel.sequence import Activations, ActivationsWanted
+from fourfold.parallel.sequence_roles import SequenceRoles, cut_activations
+from fourfold.parallel.wrap import Inside, wrap_block, wrap_model
+from fourfold.weights.api import Precision, Weights, choose_weights, is_streamed, shard_weights
+from fourfold.weights.overlap import OF_STREAMED_WEIGHTS, OF_TOKEN_SHARDED, Overlap
 
 ActivationCheckpointing = Literal["none", "full"]
 
@@ -56,7 +56,7 @@ def parallelize(
     With y > 1 and the first, the logits are those of this rank's tokens. ``weights`` says how they are kept on z and data: by
     ``fsdp2``, or ``streamed`` by Fourfold's own schedule; ``overlap`` what hides behind computation. Make the optimizer afterwards: the model has other parameters then.
 
-    Raises `Refused` where the grid would not give the numbers of one process.
+    Raises `UnsupportedError` where the grid would not give the numbers of one process.
 
     Example:
         >>> with torch.device("meta"):
@@ -91,7 +91,7 @@ def parallelize(
             if unused:
                 notes.append(f"{len(unused)} tensors of the checkpoint are not in the model: {_some(unused)}")
         elif on_meta:
-            initialise_shards(model, report.layouts, recipes, grid, seed)
+            init_shards(model, report.layouts, recipes, grid, seed)
     seed_ranks(grid, seed)
     return replace(report, notes=(*report.notes, *notes))
 
@@ -107,7 +107,7 @@ def arrange(
     weights: Weights = "auto",
     overlap: Overlap | None = None,
     seed: int | None = None,
-) -> tuple[Report, dict[str, Recipe]]:
+) -> tuple[Report, dict[str, InitReplay]]:
     """Everything but the numbers: a model on meta has none yet, and in a dry run never.
 
     With a ``seed`` also how each parameter is initialised, by the model's own rules.
@@ -120,14 +120,14 @@ def arrange(
 
     # 1. Which module plays which role.
     assigned = assign(model, grid, roles)
-    token_roles, why_activations = _cut_by_tokens(model, assigned, grid, activations)
-    tokens = token_roles.tokens if token_roles else None
+    sequence_roles, why_activations = _cut_by_tokens(model, assigned, grid, activations)
+    tokens = sequence_roles.tokens if sequence_roles else None
     recipes = record_initialization(model, seed=seed) if seed is not None else {}
     dropout = Dropout(grid) if _uses_dropout(model) and grid.x * grid.y > 1 else None
 
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
-    swapped = swap_modules(model, grid, assigned, dropout, inside, overlap, token_roles)
+    swapped = replace_modules(model, grid, assigned, dropout, inside, overlap, sequence_roles)
     notes += swapped.notes
 
     # 3. The loss of logits whose vocabulary is cut over x, and of a batch that is cut over z and data.
@@ -148,7 +148,7 @@ def arrange(
     wrap_model(model, inside, swapped.groups, dropout, guard, tokens)
 
     # 5. The halves of a batch take turns, where activations are sent.
-    lanes = Lanes.of(grid)
+    lanes = BatchSplit.of(grid)
     one_piece = why_not(
         model, overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None
     )
@@ -193,7 +193,7 @@ def arrange(
 
 def _cut_by_tokens(
     model: nn.Module, assigned: Sequence[Role], grid: Grid, activations: ActivationsWanted
-) -> tuple[TokenRoles | None, str]:
+) -> tuple[SequenceRoles | None, str]:
     """What each module does where tokens are cut over x and y, or None; and why."""
     if grid.x * grid.y == 1:
         return None, "x = y = 1: nothing to cut"
@@ -201,7 +201,7 @@ def _cut_by_tokens(
         return None, f"asked for: tokens are on each of x={grid.x} or of y={grid.y} ranks"
     try:
         roles = cut_activations(model, assigned, grid)
-    except Refused as refusal:
+    except UnsupportedError as refusal:
         if activations == "token-sharded":
             raise
         return None, str(refusal)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from fourfold.grid import Grid
-from fourfold.parallel.layout import Layout
-from fourfold.parallel.tokens import Activations
+from fourfold.hf.parameter_layout import Layout
+from fourfold.mesh.grid import Grid
+from fourfold.parallel.sequence import Activations
 
 
 @dataclass(frozen=True)

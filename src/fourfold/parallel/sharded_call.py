@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fourfold.grid import Axis
-from fourfold.parallel.collectives import Pending, Purpose
-from fourfold.parallel.sums import InFlight
-from fourfold.parallel.tokens import Cut
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.collectives import Pending, Purpose
+from fourfold.mesh.reductions import InFlight
+from fourfold.parallel.sequence import Cut
 
 if TYPE_CHECKING:
-    from fourfold.parallel.linear import SiblingGroup
+    from fourfold.parallel.linear import FusedLinearGroup
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Chunk:
 class Call:
     """One computation of a group."""
 
-    group: SiblingGroup
+    group: FusedLinearGroup
     enter: Cut
     leaves: Sequence[Cut]
     # Which of the weights each member has.

@@ -32,15 +32,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from fourfold.grid import Axis
-from fourfold.parallel.collectives import Pending
-from fourfold.parallel.refused import Refused
+from fourfold.errors import UnsupportedError
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.collectives import Pending
+from fourfold.mesh.reductions import GradientAxes, await_gradient, sum_backward
+from fourfold.parallel.sequence import Cut, Cuts, ShapeProxy
 from fourfold.parallel.sharded_call import Call, multiply, pieces
-from fourfold.parallel.sums import GradientAxes, await_gradient, sum_backward
-from fourfold.parallel.tokens import Cut, Cuts, StandIn
 
 if TYPE_CHECKING:
-    from fourfold.parallel.linear import Linear4D, SiblingGroup
+    from fourfold.parallel.linear import FusedLinearGroup, Linear4D
 
 
 class _ShardedLinear(torch.autograd.Function):
@@ -139,13 +139,13 @@ class _GradientLeaves(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def sharded_linear(group: SiblingGroup, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
+def sharded_linear(group: FusedLinearGroup, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
     """The outputs of ``members``, linears that read one input."""
     tokens = group.tokens
     assert tokens is not None
     cuts = [member.cuts_now() for member in members]
     enter = cuts[0].enter
-    input = input.own if isinstance(input, StandIn) else _checked(group, input, enter, members[0].name)
+    input = input.own if isinstance(input, ShapeProxy) else _checked(group, input, enter, members[0].name)
     for member in members:
         member.check_input(input)
     weights = [member.local("weight") for member in members]
@@ -174,7 +174,7 @@ def sharded_linear(group: SiblingGroup, input: Tensor, members: Sequence[Linear4
     )
 
 
-def _seen_as(group: SiblingGroup, member: Linear4D) -> tuple[int, int] | None:
+def _seen_as(group: FusedLinearGroup, member: Linear4D) -> tuple[int, int] | None:
     """(sequences, length), where a rank's tokens are whole samples and the model's code reads that: attention, and the loss."""
     assert group.tokens is not None
     sequences, length = group.tokens.shape
@@ -183,7 +183,7 @@ def _seen_as(group: SiblingGroup, member: Linear4D) -> tuple[int, int] | None:
     return (sequences, length) if member.is_head and group.grid.size(group.in_axis) == 1 else None
 
 
-def _checked(group: SiblingGroup, input: Tensor, enter: Cut, name: str) -> Tensor:
+def _checked(group: FusedLinearGroup, input: Tensor, enter: Cut, name: str) -> Tensor:
     """``input`` with the tokens that this rank should have of it."""
     assert group.tokens is not None
     if enter == "tokens" and group.out_axis == "x":
@@ -191,7 +191,7 @@ def _checked(group: SiblingGroup, input: Tensor, enter: Cut, name: str) -> Tenso
     expected = group.tokens.count(group.out_axis if enter == "tokens" else None)
     rows = input.shape[:-1].numel()
     if rows != expected:
-        raise Refused(
+        raise UnsupportedError(
             f"{name} got {rows} tokens instead of the {expected} of the batch {group.tokens.shape} that it should have, so "
             "what feeds it does not work token by token; use activations='replicated'"
         )

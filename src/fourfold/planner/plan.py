@@ -15,23 +15,22 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import track
 
-from fourfold.planner import cluster as clusters
-from fourfold.planner.cluster import Cluster
-from fourfold.planner.compute_cost import Kernels
-from fourfold.planner.layout import Activations, Layout
-from fourfold.planner.rehearsal import (
-    Rehearsal,
+from fourfold.planner.cost.compute import Kernels
+from fourfold.planner.cost.step import Estimate
+from fourfold.planner.dry_run_estimate import (
+    DryRunEstimate,
     as_estimate,
     describe,
     precision_of,
-    rehearse,
     schedule_of,
     target_of,
 )
+from fourfold.planner.inputs import cluster as clusters
+from fourfold.planner.inputs.cluster import Cluster
+from fourfold.planner.inputs.layout import Activations, Layout
+from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.search import RESERVE, Plan, Rejected, divisors, grids, search, too_large
-from fourfold.planner.step_cost import Estimate
-from fourfold.planner.workers import rehearse_all
-from fourfold.planner.workload import Workload
+from fourfold.planner.workers import estimate_all, estimate_by_dry_run
 
 
 def plan(
@@ -198,17 +197,17 @@ def _without_formulas(
     return Plan(ranked, [*rejected, *refused], considered, ranks, limit_bytes, tuple(notes))
 
 
-def _rehearsed(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, Rehearsal | ValueError]]:
+def _rehearsed(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, DryRunEstimate | ValueError]]:
     """Each layout with its dry run, or why there is none; several beside each other, and a bar where one waits."""
     arguments = [
         (given.source, layout, given.sequences, given.length, given.target, given.precision, given.roles)
         for layout in layouts
     ]
     if len(layouts) < _WORTH_PROCESSES:
-        done: Iterator[Rehearsal | ValueError] = (_rehearse_one(one) for one in arguments)
+        done: Iterator[DryRunEstimate | ValueError] = (_rehearse_one(one) for one in arguments)
     else:
-        done = rehearse_all(arguments)
-    rehearsals: Iterable[Rehearsal | ValueError] = done
+        done = estimate_all(arguments)
+    rehearsals: Iterable[DryRunEstimate | ValueError] = done
     if not given.quiet and layouts:
         console = Console(file=sys.stderr)
         rehearsals = track(done, "dry run and simulation", len(layouts), console=console, transient=True)
@@ -218,8 +217,8 @@ def _rehearsed(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, R
 _WORTH_PROCESSES = 8  # layouts; a process imports torch for some seconds
 
 
-def _rehearse_one(given: tuple[Any, ...]) -> Rehearsal | ValueError:
+def _rehearse_one(given: tuple[Any, ...]) -> DryRunEstimate | ValueError:
     try:
-        return rehearse(*given)
+        return estimate_by_dry_run(*given)
     except ValueError as refusal:
         return refusal

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 
 from fourfold.dry_run.events import Event, Start
-from fourfold.grid import Axis
-from fourfold.planner.cluster import Cluster
-from fourfold.planner.collective_cost import collective_s
-from fourfold.planner.compute_cost import Kernels, operation_s
+from fourfold.mesh.axes import Axis
+from fourfold.planner.cost.collective import collective_s
+from fourfold.planner.cost.compute import Kernels, operation_s
+from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.shared_cores import Flown, Pool, simulate_pool
 from fourfold.planner.simulate import Simulated, simulate
 

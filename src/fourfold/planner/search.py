@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
-from fourfold.planner.cluster import Cluster
-from fourfold.planner.compute_cost import Kernels
-from fourfold.planner.layout import FOURFOLD, Activations, Layout, Schedule, undivided_axis
-from fourfold.planner.memory import WORK_BYTES
-from fourfold.planner.step_cost import Estimate, Prices, estimate_with
-from fourfold.planner.workload import Workload
+from fourfold.planner.cost.compute import Kernels
+from fourfold.planner.cost.memory import WORK_BYTES
+from fourfold.planner.cost.step import Estimate, Prices, estimate_with
+from fourfold.planner.inputs.cluster import Cluster
+from fourfold.planner.inputs.layout import FOURFOLD, Activations, Layout, Schedule, undivided_axis
+from fourfold.planner.inputs.workload import Workload
 
 # Of a device's memory: the context, the library's buffers, what an allocator cannot use.
 RESERVE = 0.10

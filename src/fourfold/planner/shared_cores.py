@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from fourfold.dry_run.events import Event, Operation, Start
-from fourfold.grid import AXES, Axis
+from fourfold.mesh.axes import AXES, Axis
 from fourfold.planner.simulate import Simulated
 
 SLICE_S = 0.003  # of a core's time before the next one's turn: Linux's default on few cores

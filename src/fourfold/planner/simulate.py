@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from fourfold.dry_run.events import Event, Operation, Start
-from fourfold.grid import Axis
+from fourfold.mesh.axes import Axis
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,30 +10,52 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fourfold.planner.rehearsal import Rehearsal
+from fourfold.planner.dry_run_estimate import DryRunEstimate, estimate_in_process
+from fourfold.planner.inputs.layout import Layout
 
 _AT_MOST = 8  # processes; each takes half a gigabyte
 
 
-def rehearse_all(given: Sequence[tuple[Any, ...]]) -> Iterator[Rehearsal | ValueError]:
-    """The rehearsal of each, in their order, or what the dry run refuses it with."""
+def estimate_by_dry_run(
+    source: Any,
+    layout: Layout,
+    sequences: int,
+    length: int,
+    target: str,
+    precision: str = "bf16",
+    roles: Mapping[str, str] | None = None,
+) -> DryRunEstimate:
+    """The dry run of a layout; in a process of its own if this one is a rank already."""
+    import torch.distributed as dist
+
+    given = (source, layout, sequences, length, target, precision, roles)
+    if not (dist.is_available() and dist.is_initialized()):
+        return estimate_in_process(*given)
+    with Worker() as worker:
+        done = worker.estimate(given)
+    if isinstance(done, ValueError):
+        raise done
+    return done
+
+
+def estimate_all(given: Sequence[tuple[Any, ...]]) -> Iterator[DryRunEstimate | ValueError]:
+    """The dry run of each, in order, or the error that it raised."""
     count = max(1, min(len(given), len(os.sched_getaffinity(0)), _AT_MOST))
     own = threading.local()
     with ExitStack() as started, ThreadPoolExecutor(count) as threads:
 
-        def rehearse(one: tuple[Any, ...]) -> Rehearsal | ValueError:
+        def estimate(one: tuple[Any, ...]) -> DryRunEstimate | ValueError:
             if not hasattr(own, "worker"):
                 own.worker = started.enter_context(Worker())
             worker: Worker = own.worker
-            return worker.rehearse(one)
+            return worker.estimate(one)
 
-        yield from threads.map(rehearse, given)
+        yield from threads.map(estimate, given)
 
 
 class Worker:
@@ -55,14 +77,14 @@ class Worker:
         self._process.wait()
         self._process.stdout.close()
 
-    def rehearse(self, given: tuple[Any, ...]) -> Rehearsal | ValueError:
-        """The arguments of `rehearsal.rehearse_here`, run there."""
+    def estimate(self, given: tuple[Any, ...]) -> DryRunEstimate | ValueError:
+        """Run `estimate_in_process` with these arguments in the worker."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
             pickle.dump(given, self._process.stdin)
             self._process.stdin.flush()
-            result: Rehearsal | ValueError | str = pickle.load(self._process.stdout)
+            result: DryRunEstimate | ValueError | str = pickle.load(self._process.stdout)
         except (EOFError, BrokenPipeError):
             raise RuntimeError(
                 f"the process of the dry run of {given[1]} ended; see what it printed"
@@ -73,15 +95,13 @@ class Worker:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever libraries print must not get between
-    from fourfold.planner.rehearsal import rehearse_here
-
     while True:
         try:
             given = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            result: Any = rehearse_here(*given)
+            result: Any = estimate_in_process(*given)
         except ValueError as refusal:
             result = str(refusal)
         pickle.dump(result, answers)

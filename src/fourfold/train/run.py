@@ -10,15 +10,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fourfold.grid import Grid, join_world, keep_ranks
-from fourfold.train.automatic import settle
-from fourfold.train.checkpoint.save import Checkpoints
-from fourfold.train.config import RunConfig
-from fourfold.train.hang import LostRanks
-from fourfold.train.idle import tell_idle, wait_idle
-from fourfold.train.stop import StopRequest
-from fourfold.train.trainer import Callback, Trainer
-from fourfold.train.watchers import callbacks_of
+from fourfold.checkpoint.save import Checkpoints
+from fourfold.config.schema import RunConfig
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.rendezvous import join_world, keep_ranks
+from fourfold.train.auto_layout import settle
+from fourfold.train.callbacks import callbacks_of
+from fourfold.train.loop.trainer import Callback, Trainer
+from fourfold.train.recovery.stop import StopRequest
+from fourfold.train.resilience.hang import LostRanks
+from fourfold.train.resilience.idle import tell_idle, wait_idle
 
 RECORDED = 2000  # collectives that the flight recorder remembers
 

@@ -1,0 +1,234 @@
+"""A folder on a disk or behind an fsspec URL: the few operations that a checkpoint needs of it.
+
+What `write` has written is there for good when it returns: on a disk after fsync, on an object store once the upload
+is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from fourfold.untrusted_input import open_file
+
+AT_ONCE_BYTES = (
+    64 * 2**20
+)  # of one call of write: what is hashed between two calls is warm in no cache, and bounded
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest says of a file."""
+
+    size: int
+    xxh3_128: str
+
+
+class Folder(Protocol):
+    """A folder; ``renames`` says whether a folder gets another name at once, or never does."""
+
+    renames: bool
+    # Shorter pieces are cheaper to read with what lies between them than one by one.
+    worthwhile_bytes: int
+
+    def child(self, name: str) -> Folder: ...
+    def make(self) -> None: ...
+    def names(self) -> list[str]: ...
+    def size(self, name: str) -> int | None: ...
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> FileRecord: ...
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes: ...
+    def rename(self, name: str, to: str) -> None: ...
+    def remove(self, name: str) -> None: ...
+
+
+def open_folder(where: str | os.PathLike[str]) -> Folder:
+    """A local path, or any URL that fsspec knows, such as ``s3://bucket/run``."""
+    text = os.fspath(where)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    return RemoteFolder.open(text) if "://" in text else LocalFolder(Path(text))
+
+
+class FileCalls:
+    """The system calls that change a folder on a disk; in one place, so that a fault can be planted in each of them."""
+
+    def write(self, descriptor: int, view: memoryview, path: Path) -> int:
+        # The kernel may take less than it is given.
+        return os.write(descriptor, view)
+
+    def fsync(self, descriptor: int, path: Path) -> None:
+        os.fsync(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+calls = FileCalls()
+
+
+class LocalFolder:
+    """On a disk, or on a file system that all ranks share."""
+
+    renames = True
+    worthwhile_bytes = 64 * 1024  # what a disk gives in the time of opening a file
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def child(self, name: str) -> LocalFolder:
+        return LocalFolder(self.path / name)
+
+    def make(self) -> None:
+        """With its parents, and each of them in its parent for good."""
+        missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            sync_folder(path.parent)
+
+    def names(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            return sorted(os.listdir(self.path))
+        return []
+
+    def size(self, name: str) -> int | None:
+        with suppress(FileNotFoundError):
+            return (self.path / name).stat().st_size
+        return None
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> FileRecord:
+        path, digest, size = self.path / name, xxhash.xxh3_128(), 0
+        try:
+            with open(path, "xb", buffering=0) as file:
+                for part in parts:
+                    view = memoryview(part).cast("B")
+                    while view:
+                        count = calls.write(file.fileno(), view[:AT_ONCE_BYTES], path)
+                        digest.update(view[:count])
+                        size, view = size + count, view[count:]
+                calls.fsync(file.fileno(), path)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                way = "free space there, or save elsewhere"
+                raise OSError(
+                    error.errno, f"{error.strerror} after {size} bytes; {way}", str(path)
+                ) from error
+            raise
+        return FileRecord(size, digest.hexdigest())
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        with open(open_file(self.path / name), "rb", buffering=0) as file:
+            stop = os.fstat(file.fileno()).st_size if stop is None else stop
+            parts = []
+            while start < stop:
+                part = os.pread(file.fileno(), min(stop - start, AT_ONCE_BYTES), start)
+                if not part:
+                    break
+                start += len(part)
+                parts.append(part)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def rename(self, name: str, to: str) -> None:
+        """For good: what was written into it, its new name, all or nothing; an occupied name is an error."""
+        sync_folder(self.path / name)
+        calls.rename(self.path / name, self.path / to)
+        sync_folder(self.path)
+
+    def remove(self, name: str) -> None:
+        calls.remove(self.path / name)
+
+
+class RemoteFolder:
+    """Behind an fsspec URL: files appear whole or not at all, folders are only a part of their names."""
+
+    renames = False
+    worthwhile_bytes = 4 * 2**20  # what a store sends in the time of one request
+
+    def __init__(self, system: Any, path: str, protocol: str) -> None:
+        self._system, self._path, self._protocol = system, path.rstrip("/"), protocol
+
+    @staticmethod
+    def open(url: str) -> RemoteFolder:
+        from fsspec.core import url_to_fs
+
+        try:
+            system, path = url_to_fs(url)
+        except ImportError as error:
+            raise ValueError(f"{url} needs a package that is not installed: {error}") from error
+        return RemoteFolder(system, path, url.split("://", 1)[0])
+
+    def __str__(self) -> str:
+        return f"{self._protocol}://{self._path.lstrip('/')}"
+
+    def child(self, name: str) -> RemoteFolder:
+        return RemoteFolder(self._system, f"{self._path}/{name}", self._protocol)
+
+    def make(self) -> None:
+        # Object stores have no folders; file systems behind fsspec have, and want them made.
+        self._system.makedirs(self._path, exist_ok=True)
+
+    def names(self) -> list[str]:
+        self._system.invalidate_cache()
+        with suppress(FileNotFoundError):
+            listed = self._system.ls(self._path, detail=False)
+            return sorted({str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed})
+        return []
+
+    def size(self, name: str) -> int | None:
+        self._system.invalidate_cache()
+        with suppress(FileNotFoundError):
+            return int(self._system.size(f"{self._path}/{name}"))
+        return None
+
+    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> FileRecord:
+        digest, size = xxhash.xxh3_128(), 0
+        with self._system.open(f"{self._path}/{name}", "wb") as file:
+            for part in parts:
+                view = memoryview(part).cast("B")
+                for start in range(0, len(view), AT_ONCE_BYTES):
+                    piece = view[start : start + AT_ONCE_BYTES]
+                    file.write(piece)
+                    digest.update(piece)
+                    size += len(piece)
+        return FileRecord(size, digest.hexdigest())
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        if stop is not None and start >= stop:
+            return b""
+        return bytes(self._system.cat_file(f"{self._path}/{name}", start=start, end=stop))
+
+    def rename(self, name: str, to: str) -> None:
+        # File by file: what `mv` takes for a folder differs from store to store.
+        self.child(to).make()
+        for file in self.child(name).names():
+            self._system.cp_file(f"{self._path}/{name}/{file}", f"{self._path}/{to}/{file}")
+        self.remove(name)
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._system.rm(f"{self._path}/{name}", recursive=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Names are for good only when the folder that holds them is synced."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        calls.fsync(descriptor, path)
+    finally:
+        os.close(descriptor)

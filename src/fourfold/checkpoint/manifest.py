@@ -1,0 +1,127 @@
+"""The manifest: every file of a checkpoint with its size and hash, written last.
+
+A checkpoint without it is none. What it does not name is never read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import xxhash
+
+from fourfold.checkpoint.folder import FileRecord, Folder
+from fourfold.untrusted_input import natural, word
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MAX_JSON_BYTES = 2**30  # so that a damaged or planted file does not fill the memory
+BLOCK_BYTES = 16 * 2**20  # of a file at a time, when it is hashed
+
+
+class Damaged(ValueError):
+    """A checkpoint that is not what was written; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    step: int
+    files: Mapping[str, FileRecord]
+
+    def to_bytes(self) -> bytes:
+        """With a hash of itself: it is the one file that no manifest names."""
+        body = {
+            "format": FORMAT,
+            "step": self.step,
+            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
+        }
+        return dump_json({**body, "xxh3_128": xxhash.xxh3_128_hexdigest(dump_json(body))})
+
+
+def read_manifest(folder: Folder, step: int) -> Manifest:
+    """The manifest of the checkpoint in ``folder``; `Damaged` if there is no sound one of ``step``."""
+    body = read_json(folder, MANIFEST)
+    said = body.pop("xxh3_128", None)
+    found = xxhash.xxh3_128_hexdigest(dump_json(body))
+    if said != found:
+        raise Damaged(f"{folder}/{MANIFEST}: its hash is {found}, but it says {said!r:.80}")
+    if body.get("format") != FORMAT:
+        raise Damaged(
+            f"{folder}/{MANIFEST}: is of format {body.get('format')!r:.80}, this version reads {FORMAT}; use the version "
+            "of Fourfold that wrote it"
+        )
+    if body.get("step") != step:
+        raise Damaged(f"{folder}/{MANIFEST}: is of step {body.get('step')!r:.80}, but lies in that of {step}")
+    try:
+        files = {
+            plain_name(name): FileRecord(natural(record["size"]), word(record["xxh3_128"]))
+            for name, record in body["files"].items()
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Damaged(f"{folder}/{MANIFEST}: has no sound list of files ({error})") from error
+    return Manifest(step, files)
+
+
+def find_damage(
+    folder: Folder, step: int, *, part: int = 0, parts: int = 1, hashes: bool = True
+) -> list[str]:
+    """What is wrong with a checkpoint, file by file; empty if nothing.
+
+    ``parts`` ranks share the files; without ``hashes`` only sizes are compared.
+    """
+    try:
+        manifest = read_manifest(folder, step)
+    except Damaged as error:
+        return [str(error)]
+    damage = []
+    for name, record in sorted(manifest.files.items())[part::parts]:
+        size = folder.size(name)
+        if size is None:
+            damage.append(f"{folder}/{name}: is missing, the manifest has it with {record.size} bytes")
+        elif size != record.size:
+            damage.append(f"{folder}/{name}: has {size} bytes, the manifest says {record.size}")
+        elif hashes:
+            found = hash_file(folder, name, size)
+            if found != record.xxh3_128:
+                damage.append(f"{folder}/{name}: has hash {found}, the manifest says {record.xxh3_128}")
+    return damage
+
+
+def hash_file(folder: Folder, name: str, size: int) -> str:
+    digest = xxhash.xxh3_128()
+    for start in range(0, size, BLOCK_BYTES):
+        digest.update(folder.read(name, start, min(start + BLOCK_BYTES, size)))
+    return digest.hexdigest()
+
+
+def plain_name(name: Any) -> str:
+    """A file's name that leads to no other folder."""
+    if not isinstance(name, str) or not name or name.startswith(".") or set(name) & set("/\\:\0"):
+        raise ValueError(f"{name!r:.80} is not the plain name of a file")
+    return name
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def dump_json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode()
+
+
+def read_json(folder: Folder, name: str) -> dict[str, Any]:
+    size = folder.size(name)
+    if size is None:
+        raise Damaged(f"{folder}/{name}: is missing")
+    if size > MAX_JSON_BYTES:
+        raise Damaged(f"{folder}/{name}: has {size} bytes, more than the limit of {MAX_JSON_BYTES}")
+    try:
+        value = json.loads(folder.read(name))
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{folder}/{name}: has no sound JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise Damaged(f"{folder}/{name}: has JSON of type {type(value).__name__} instead of an object")
+    return value

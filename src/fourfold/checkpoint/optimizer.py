@@ -1,0 +1,162 @@
+"""The state of an optimizer by the names of Hugging Face tensors: pieces where those of the weights are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from fourfold.checkpoint.pieces import Held, Piece
+from fourfold.hf.parameter_layout import Layout
+
+PREFIX = "optimizer."
+# How a step is computed, on this device, is the run's own matter, and not the checkpoint's.
+HOW = ("fused", "foreach", "capturable")
+
+
+def capture(
+    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, Layout]
+) -> tuple[dict[str, Held], list[dict[str, Any]]]:
+    """The tensors of its state, and the options of its groups."""
+    tensors: dict[str, Held] = {}
+    for layout, parameter, key in _parameters(optimizer, model, layouts):
+        for kind, value in optimizer.state.get(key, {}).items():
+            if value is not None:  # a momentum that has not begun
+                name = f"{PREFIX}{layout.hf_name}.{kind}"
+                tensors.setdefault(name, Held()).add(_piece(name, value, parameter, layout))
+    return tensors, _groups(optimizer, model, layouts)
+
+
+def restore(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    layouts: Mapping[str, Layout],
+    stored: Mapping[str, TensorStorageMetadata],
+    groups: list[dict[str, Any]],
+) -> dict[str, Held]:
+    """Set the options, and make room for the tensors that ``stored`` names: those to be filled."""
+    _restore_groups(optimizer, model, layouts, groups)
+    wanted: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for full_name, tensor in stored.items():
+        if full_name.startswith(PREFIX):
+            name, _, kind = full_name.removeprefix(PREFIX).rpartition(".")
+            wanted.setdefault(name, {})[kind] = tensor
+    options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    optimizer.state.clear()
+    tensors: dict[str, Held] = {}
+    known = set()
+    for layout, parameter, key in _parameters(optimizer, model, layouts):
+        known.add(layout.hf_name)
+        for kind, tensor in wanted.get(layout.hf_name, {}).items():
+            name = f"{PREFIX}{layout.hf_name}.{kind}"
+            optimizer.state[key][kind] = value = _room(tensor, parameter, key, layout, options[id(key)])
+            tensors.setdefault(name, Held()).add(_piece(name, value, parameter, layout))
+    if unknown := set(wanted) - known:
+        raise ValueError(
+            f"the checkpoint has the optimizer's state of {len(unknown)} tensors that this optimizer does not have, "
+            f"{min(unknown)} among them; give it the parameters that it had"
+        )
+    return tensors
+
+
+def _parameters(
+    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, Layout]
+) -> Iterable[tuple[Layout, nn.Parameter, Tensor]]:
+    """Layout, parameter, and the tensor that the optimizer knows it by: with `sharded_optimizer` that is another one."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    own = [(p, p) for group in optimizer.param_groups for p in group["params"]]
+    for parameter, key in getattr(optimizer, "_pairs", own):
+        if parameter not in names:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; make the optimizer "
+                "after parallelize(model, grid)"
+            )
+        yield layouts[names[parameter]], parameter, key
+
+
+def _piece(name: str, value: Any, parameter: nn.Parameter, layout: Layout) -> Piece:
+    if isinstance(value, DTensor):
+        return Piece.of(value, layout)
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return Piece.of(value)  # counts the steps, the same on all ranks
+    place = Piece.of(parameter, layout)
+    if isinstance(value, Tensor) and value.shape == place.local.shape:
+        return place.with_local(value)
+    shape = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise ValueError(
+        f"{name} is {shape}, neither a number nor a shard of {tuple(place.local.shape)}; use an optimizer that works on each "
+        "number for itself"
+    )
+
+
+def _room(
+    stored: TensorStorageMetadata,
+    parameter: nn.Parameter,
+    key: Tensor,
+    layout: Layout,
+    options: dict[str, Any],
+) -> Tensor:
+    dtype = stored.properties.dtype
+    if tuple(stored.size) == layout.hf_shape:
+        return torch.zeros_like(key, dtype=dtype, requires_grad=False)
+    # As torch.optim itself does: the count stays on the host unless the device is to read it.
+    on_device = options.get("capturable") or options.get("fused")
+    return torch.zeros(tuple(stored.size), dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+# -- groups and their options ------------------------------------------------------------------------------------------
+
+
+def _groups(
+    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, Layout]
+) -> list[dict[str, Any]]:
+    names = {id(key): layout.hf_name for layout, _, key in _parameters(optimizer, model, layouts)}
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        options = {key: _plain(i, key, value) for key, value in group.items() if key != "params"}
+        groups.append({"parameters": sorted({names[id(p)] for p in group["params"]}), "options": options})
+    return groups
+
+
+def _plain(group: int, key: str, value: Any) -> Any:
+    value = value.item() if isinstance(value, Tensor) else value
+    try:
+        json.dumps(value)
+    except TypeError:
+        raise ValueError(
+            f"{key!r} of the optimizer's group {group} is a {type(value).__name__}, which JSON cannot hold; use numbers, words "
+            "and lists"
+        ) from None
+    return value
+
+
+def _restore_groups(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    layouts: Mapping[str, Layout],
+    saved: list[dict[str, Any]],
+) -> None:
+    now = _groups(optimizer, model, layouts)
+    if len(now) != len(saved):
+        raise ValueError(
+            f"the optimizer has {len(now)} groups, in the checkpoint it has {len(saved)}; make as many"
+        )
+    for i, (group, mine, theirs) in enumerate(zip(optimizer.param_groups, now, saved, strict=True)):
+        if mine["parameters"] != theirs["parameters"]:
+            other = min({*mine["parameters"]} ^ {*theirs["parameters"]})
+            raise ValueError(
+                f"group {i} of the optimizer has {len(mine['parameters'])} tensors, in the checkpoint "
+                f"{len(theirs['parameters'])}: {other} is in one of them only; group the parameters as they were"
+            )
+        for key, value in theirs["options"].items():
+            if key in HOW:
+                continue
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,256 @@
+"""Payload for `torch.distributed.checkpoint`: a safetensors file of each rank, read by ranges of bytes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from fourfold.checkpoint import commit
+from fourfold.checkpoint.folder import FileRecord, Folder
+from fourfold.checkpoint.index import (
+    DTYPE_NAMES,
+    INDEX,
+    Stored,
+    read_index,
+    stored_pieces,
+    tensors,
+    write_index,
+)
+from fourfold.checkpoint.manifest import dump_json, read_manifest
+from fourfold.checkpoint.state import VALUES
+
+READ_BYTES = 16 * 2**20  # of a file at a time
+
+
+@dataclass(frozen=True)
+class Written:
+    """A piece that a rank has written, and the file that it is in."""
+
+    stored: Stored
+    record: FileRecord
+
+
+class Writer(StorageWriter):
+    """Writes one checkpoint: ``values`` as JSON, and of each rank a file with the pieces that are its to write."""
+
+    def __init__(self, root: Folder, step: int, values: dict[str, Any]) -> None:
+        self._root, self._step, self._values = root, step, values
+        self._file = ""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        # Before ranks exchange their plans: none of them writes until the coordinator has done this.
+        self._file = f"rank-{kwargs.get('rank', 0)}.safetensors"
+        if is_coordinator:
+            commit.begin(self._root, self._step)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        pieces = {item.index: cast(Tensor, planner.resolve_data(item)) for item in plan.items}
+        if not pieces:
+            done.set_result([])
+            return done
+        names = _names_in_file(pieces)
+        by_name = {names[index]: tensor for index, tensor in pieces.items()}
+        header, ranges = lay_out(by_name)
+        folder = commit.unfinished(self._root, self._step)
+        record = folder.write(self._file, _file(header, [by_name[name] for name in ranges]))
+        done.set_result(
+            [
+                WriteResult(index, stop - start, Written(Stored(self._file, start, stop), record))
+                for index in pieces
+                for start, stop in [ranges[names[index]]]
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        stored: dict[MetadataIndex, Stored] = {}
+        files: dict[str, FileRecord] = {}
+        for result in itertools.chain.from_iterable(results):
+            written: Written = result.storage_data
+            stored[result.index] = written.stored
+            files[written.stored.file] = written.record
+        folder = commit.unfinished(self._root, self._step)
+        files[INDEX] = folder.write(INDEX, [write_index(metadata, stored)])
+        files[VALUES] = folder.write(VALUES, [dump_json(self._values)])
+        commit.commit(self._root, self._step, files)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+
+class Reader(StorageReader):
+    """Reads of a committed checkpoint what a plan asks for."""
+
+    def __init__(self, root: Folder, step: int) -> None:
+        self.folder = root.child(commit.step_name(step))
+        manifest = read_manifest(self.folder, step)
+        self.metadata = read_index(self.folder, {name: f.size for name, f in manifest.files.items()})
+        self.bytes_read = 0
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self) -> Metadata:
+        return self.metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            self.read_into(target, item.storage_index, tuple(item.storage_offsets))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def read_into(self, target: Tensor, piece: MetadataIndex, offset: tuple[int, ...]) -> None:
+        """Fill ``target`` with the rectangle of a stored piece that begins at ``offset`` in it."""
+        where = stored_pieces(self.metadata)[piece]
+        tensor = tensors(self.metadata)[piece.fqn]
+        shape = next(tuple(c.sizes) for c in tensor.chunks if c.offsets == piece.offset)
+        if target.ndim == 0:  # a single number is a row of one
+            target, shape, offset = target.view(1), (1,), (0,)
+        self._read(target, where.file, where.start, tensor.properties.dtype, shape, offset)
+
+    def _read(
+        self,
+        target: Tensor,
+        file: str,
+        start: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        offset: tuple[int, ...],
+    ) -> None:
+        """Whole rows and a cut in memory, or, where that would read much in vain, row by row."""
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        wanted_bytes = math.prod(target.shape[1:]) * dtype.itemsize
+        if wanted_bytes < row_bytes and wanted_bytes >= self.folder.worthwhile_bytes:
+            for i in range(target.shape[0]):
+                at = start + (offset[0] + i) * row_bytes
+                self._read(target[i], file, at, dtype, shape[1:], offset[1:])
+            return
+        rows_at_once = max(1, READ_BYTES // max(1, row_bytes))
+        for first in range(0, target.shape[0], rows_at_once):
+            part = target[first : first + rows_at_once]
+            at = start + (offset[0] + first) * row_bytes
+            raw = self._bytes(file, at, at + part.shape[0] * row_bytes)
+            rows = raw.view(dtype).view(part.shape[0], *shape[1:])
+            for dim in range(1, part.ndim):
+                rows = rows.narrow(dim, offset[dim], part.shape[dim])
+            part.copy_(rows)
+
+    def _bytes(self, file: str, start: int, stop: int) -> Tensor:
+        raw = self.folder.read(file, start, stop)
+        if len(raw) != stop - start:
+            raise ValueError(f"{self.folder}/{file}: ends {stop - start - len(raw)} bytes before byte {stop}")
+        self.bytes_read += len(raw)
+        # Tensors of other dtypes want their bytes aligned, as a fresh array is.
+        return torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+
+# -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+def _names_in_file(pieces: Iterable[MetadataIndex]) -> dict[MetadataIndex, str]:
+    """A tensor's own name, with the place of the piece where a rank has several of it."""
+    counts = Counter(index.fqn for index in pieces)
+    return {
+        index: index.fqn
+        if counts[index.fqn] == 1
+        else f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+        for index in pieces
+    }
+
+
+def lay_out(pieces: dict[str, Tensor]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The header of a safetensors file, and the bytes of the file that each tensor takes, in their order."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ranges: dict[str, tuple[int, int]] = {}
+    at = 0
+    # Wide numbers first, so that all of them are aligned.
+    for name, tensor in sorted(pieces.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"{name} is {tensor.dtype}, which a checkpoint cannot hold; use one of {', '.join(map(str, DTYPE_NAMES))}"
+            )
+        ranges[name] = (at, at + tensor.numel() * tensor.dtype.itemsize)
+        table[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": list(ranges[name]),
+        }
+        at = ranges[name][1]
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: (len(header) + a, len(header) + b) for name, (a, b) in ranges.items()}
+
+
+def _file(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for tensor in tensors:
+        yield raw_bytes(tensor)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_rows(reader: Reader, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    """A tensor put together without a grid, in ``dtype``: some rows after others, in the same memory each time."""
+    tensor = tensors(reader.metadata)[name]
+    dtype = dtype or tensor.properties.dtype
+    shape = tuple(tensor.size) or (1,)  # a single number is a row of one
+    rows_at_once = max(1, READ_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    buffer = torch.empty((min(rows_at_once, shape[0]), *shape[1:]), dtype=dtype)
+    for first in range(0, shape[0], rows_at_once):
+        stop = min(first + rows_at_once, shape[0])
+        rows = buffer[: stop - first]
+        for chunk in tensor.chunks:
+            offset, sizes = tuple(chunk.offsets) or (0,), tuple(chunk.sizes) or (1,)
+            low, high = max(first, offset[0]), min(stop, offset[0] + sizes[0])
+            if low < high:
+                inner = tuple(slice(o, o + n) for o, n in zip(offset[1:], sizes[1:], strict=True))
+                target = rows[(slice(low - first, high - first), *inner)]
+                where = (low - offset[0], *(0 for _ in inner))
+                reader.read_into(target, MetadataIndex(name, chunk.offsets), where)
+        yield rows

@@ -1,0 +1,1 @@
+"""A run's configuration: its fields, its file, and its reference."""

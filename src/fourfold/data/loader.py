@@ -1,0 +1,83 @@
+"""This rank's rows of each global batch, read ahead by a thread. It remembers nothing: the place is the caller's count.
+
+All x and y ranks of a replica read the same rows, each for itself: on one machine they share the pages of the file,
+so the disk is read once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fourfold.data.mixture import Mixture
+from fourfold.mesh.grid import Grid
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of this rank, each tensor [rows, length], and the global samples that the step is made of."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    first_sample: int
+    next_sample: int  # what to save: the count of samples after this step
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """For a Hugging Face causal LM, without an attention mask: the positions say where documents begin.
+
+        Not every model heeds them; `check_documents_stay_apart` asks it.
+        """
+        return {"input_ids": self.input_ids, "labels": self.labels, "position_ids": self.position_ids}
+
+
+class Loader:
+    """Batches of a mixture for one rank of a grid.
+
+    Example:
+        >>> loader = Loader(mixture, grid, global_batch=512)       # doctest: +SKIP
+        >>> for batch in loader.batches(samples_seen):             # doctest: +SKIP
+        ...     loss = model(**batch.inputs).loss
+        ...     samples_seen = batch.next_sample
+    """
+
+    def __init__(self, mixture: Mixture, grid: Grid, global_batch: int, *, read_ahead: int = 2) -> None:
+        self._mixture, self._batch, self._read_ahead = mixture, global_batch, read_ahead
+        self._rows = grid.local_rows(global_batch)
+        self._pinned = grid.device.type == "cuda"  # a copy from pinned memory need not be waited for
+
+    def batches(self, first_sample: int = 0, rows: slice | None = None) -> Iterator[Batch]:
+        """Without end, from a global sample on; ``rows`` of each batch, if they are not those of the grid."""
+        if not self._read_ahead:
+            while True:
+                yield self.read(first_sample, rows)
+                first_sample += self._batch
+        reader = ThreadPoolExecutor(1, thread_name_prefix="fourfold-data")
+        ahead: deque[Future[Batch]] = deque()
+        try:
+            while True:
+                while len(ahead) <= self._read_ahead:
+                    ahead.append(reader.submit(self.read, first_sample, rows))
+                    first_sample += self._batch
+                yield ahead.popleft().result()
+        finally:
+            reader.shutdown(wait=False, cancel_futures=True)
+
+    def read(self, first_sample: int, rows: slice | None = None) -> Batch:
+        """This rank's rows of the step that begins with a global sample."""
+        rows = rows or self._rows
+        first, stop = first_sample + rows.start, first_sample + rows.stop
+        samples = self._mixture.samples(first, stop)
+        input_ids, labels, position_ids = (self._stacked(rows) for rows in zip(*samples, strict=True))
+        return Batch(input_ids, labels, position_ids, first_sample, first_sample + self._batch)
+
+    def _stacked(self, rows: tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]) -> Tensor:
+        stacked = torch.from_numpy(np.stack(rows))
+        return stacked.pin_memory() if self._pinned else stacked

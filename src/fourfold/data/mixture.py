@@ -1,0 +1,96 @@
+"""Several sources as one stream of samples, and what that stream depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fourfold.data.manifest import Split
+from fourfold.data.order import Order
+from fourfold.data.samples import Sample, Samples
+
+
+class Source(Protocol):
+    """Samples that can be asked for by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Samples by their place in the order of a run.
+
+    ``identity`` is what the stream depends on: save it with a checkpoint, and compare with `check_identity`.
+    """
+
+    sources: tuple[Source, ...]
+    order: Order
+    identity: dict[str, Any]
+
+    def samples(self, first: int, stop: int) -> list[Sample]:
+        """Those with the global indices [first, stop)."""
+        sources, samples = self.order.at(np.arange(first, stop))
+        return [self.sources[s][i] for s, i in zip(sources.tolist(), samples.tolist(), strict=True)]
+
+    def __len__(self) -> int:
+        """Samples of all sources together, each once."""
+        return sum(self.order.sizes)
+
+
+def open_mixture(
+    folders: Sequence[tuple[str | Path, float]], *, length: int, seed: int, split: Split = "train"
+) -> Mixture:
+    """Prepared data sets with their weights, as one stream of samples of ``length`` tokens.
+
+    Example:
+        >>> mixture = open_mixture([("web", 0.7), ("books", 0.3)], length=1024, seed=0)  # doctest: +SKIP
+    """
+    opened = [(Samples(folder, split, length), weight) for folder, weight in folders]
+    for samples, _ in opened[1:]:
+        first, other = opened[0][0], samples
+        if first.manifest.tokenizer != other.manifest.tokenizer:
+            raise ValueError(
+                f"{first.folder} was prepared with tokenizer {first.manifest.tokenizer.fingerprint} of "
+                f"{first.manifest.tokenizer.vocab_size} tokens, {other.folder} with "
+                f"{other.manifest.tokenizer.fingerprint} of {other.manifest.tokenizer.vocab_size}; prepare both with "
+                f"--tokenizer {first.folder}/tokenizer"
+            )
+    for samples, _ in opened:
+        # A small source may have no validation text; without training text it was named by mistake.
+        if split == "train" and not len(samples):
+            tokens = samples.manifest.tokens(split)
+            raise ValueError(
+                f"{samples.folder} has {tokens} tokens, not one sample of {length}; use a sequence_length of at most "
+                f"{tokens}, or more text"
+            )
+    opened = [(samples, weight) for samples, weight in opened if len(samples)]
+    if not opened:
+        raise ValueError(
+            f"no source has {length} tokens of {split} text, which one sample takes; prepare with a greater "
+            "--validation, or use a shorter sequence_length"
+        )
+    order = Order(seed, tuple(len(samples) for samples, _ in opened), tuple(weight for _, weight in opened))
+    identity = {
+        "seed": seed,
+        "sequence_length": length,
+        "weights": list(order.weights),
+        "sources": [samples.manifest.fingerprint for samples, _ in opened],
+    }
+    return Mixture(tuple(samples for samples, _ in opened), order, identity)
+
+
+def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on with another stream of samples than the one that a checkpoint is in the middle of."""
+    for name in saved | now:
+        if saved.get(name) != now.get(name):
+            raise ValueError(
+                f"the checkpoint was trained on data with {name}={saved.get(name)}, this run has {name}="
+                f"{now.get(name)}: its samples would come twice or never; use the old value, or start a new run from "
+                "the weights"
+            )

@@ -1,0 +1,110 @@
+"""Samples: windows of equal length over the tokens of a prepared data set, several documents in one.
+
+A sample is the tokens [i * length, (i + 1) * length) of all documents in a row. Which documents share a sample has no
+effect on what is computed, because attention stays inside a document; only the order of samples is drawn anew each
+epoch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.data.manifest import Manifest, Split
+from fourfold.data.shards import ENDS_DTYPE
+
+NO_LABEL = -100
+OPEN_SHARDS = 64  # each holds two file descriptors
+
+Ints = NDArray[np.int64]
+
+
+class Sample(NamedTuple):
+    """What a Hugging Face causal LM takes, each [length].
+
+    ``position_ids`` begin at 0 with each document, which is how the model's attention mask knows of documents.
+    ``labels`` are those of the tokens themselves (the model shifts them); the first token of a document has none,
+    because the one before it is of another document.
+    """
+
+    input_ids: Ints
+    labels: Ints
+    position_ids: Ints
+
+
+class Samples:
+    """The samples of one split of a prepared data set, read where they lie.
+
+    Example:
+        >>> samples = Samples("prepared", "train", length=1024)    # doctest: +SKIP
+        >>> samples[0].input_ids.shape                             # doctest: +SKIP
+        (1024,)
+    """
+
+    def __init__(self, folder: str | Path, split: Split, length: int) -> None:
+        if length < 2:
+            raise ValueError(f"a sample of {length} token has nothing to predict; use a length of at least 2")
+        self.folder, self.length = Path(folder), length
+        self.manifest = Manifest.load(self.folder)
+        if wrong := self.manifest.wrong_with(self.folder, contents=False):
+            raise ValueError(f"{wrong[0]}; copy the folder again, or prepare it with --overwrite")
+        self._shards = self.manifest.shards[split]
+        self._stops = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
+        self._tokens = int(self._stops[-1]) if self._shards else 0
+        self._open = lru_cache(OPEN_SHARDS)(self._map)
+
+    def __len__(self) -> int:
+        return self._tokens // self.length
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.folder}")
+        tokens, starts = self._read(index * self.length, (index + 1) * self.length)
+        self._check(index, tokens, starts)
+        positions = np.arange(self.length, dtype=np.int64)
+        positions -= np.repeat(starts, np.diff(starts, append=self.length))
+        return Sample(tokens, np.where(positions == 0, NO_LABEL, tokens), positions)
+
+    def _check(self, index: int, tokens: Ints, starts: Ints) -> None:
+        """A model would look up a row that it does not have, which on a GPU ends in no words at all."""
+        highest, vocabulary = int(tokens.max()), self.manifest.tokenizer.vocab_size
+        if highest >= vocabulary:
+            raise ValueError(
+                f"{self.folder}: sample {index} has the token {highest}, its vocabulary has {vocabulary}; run `fourfold data info "
+                f"{self.folder} --verify`, and copy the folder again"
+            )
+        if bool((np.diff(starts) < 0).any()):
+            raise ValueError(
+                f"{self.folder}: documents of sample {index} end before they begin; copy the folder again"
+            )
+
+    def _read(self, first: int, stop: int) -> tuple[Ints, Ints]:
+        """(the tokens of [first, stop), where documents begin among them, the first of which is cut to begin at 0)."""
+        tokens = np.empty(stop - first, np.int64)
+        starts = [np.zeros(1, np.int64)]
+        at = first
+        number = int(np.searchsorted(self._stops, first, side="right"))
+        while at < stop:
+            begin = int(self._stops[number]) - self._shards[number].tokens
+            end = min(stop, int(self._stops[number]))
+            ids, ends = self._open(number)
+            tokens[at - first : end - first] = ids[at - begin : end - begin]
+            # A document that ends at e is followed by one that begins there; at the very end that is the next sample's.
+            inside = ends[
+                np.searchsorted(ends, at - begin, "right") : np.searchsorted(ends, end - begin, "right")
+            ]
+            starts.append(inside.astype(np.int64) + (begin - first))
+            at, number = end, number + 1
+        begins = np.concatenate(starts)
+        return tokens, begins[begins < stop - first]
+
+    def _map(self, number: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]:
+        shard = self._shards[number]
+        ids = np.memmap(self.folder / f"{shard.name}.bin", self.manifest.dtype, "r")
+        if not shard.documents:  # a document that only goes through: an empty file cannot be mapped
+            return ids, np.empty(0, ENDS_DTYPE)
+        return ids, np.memmap(self.folder / f"{shard.name}.ends", ENDS_DTYPE, "r")

@@ -1,0 +1,186 @@
+"""Shards: files of tokens of a bounded size, each with a file that says where documents end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from fourfold.untrusted_input import natural, relative_name, word
+
+ENDS_DTYPE = np.dtype("<u4")  # positions in one shard
+SHARD_TOKENS = 1 << 27
+READ_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Shard:
+    """``NAME.bin``: tokens; ``NAME.ends``: one past the last token of each document that ends in it."""
+
+    name: str
+    tokens: int
+    documents: int
+    bin_xxh3: str
+    ends_xxh3: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Shard:
+        """A ValueError, or one of Python's own, if these are not those of a shard."""
+        return Shard(
+            relative_name(values["name"]),
+            natural(values["tokens"]),
+            natural(values["documents"]),
+            word(values["bin_xxh3"]),
+            word(values["ends_xxh3"]),
+        )
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest that holds every id, the low byte first on any machine."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+class ShardWriter:
+    """Writes documents one after the other; a document may go on in the next shard."""
+
+    def __init__(
+        self, folder: Path, prefix: str, dtype: np.dtype[Any], shard_tokens: int = SHARD_TOKENS
+    ) -> None:
+        self._folder, self._prefix, self._dtype, self._limit = folder, prefix, dtype, shard_tokens
+        self._open: tuple[_Hashed, _Hashed] | None = None
+        self._tokens = self._documents = 0
+        self.shards: list[Shard] = []
+
+    def add(self, document: NDArray[Any]) -> None:
+        begin = 0
+        while begin < len(document):
+            if self._tokens == self._limit:
+                self.close()
+            tokens, ends = self._files()
+            piece = document[begin : begin + self._limit - self._tokens]
+            tokens.write(piece.astype(self._dtype, copy=False).tobytes())
+            self._tokens += len(piece)
+            begin += len(piece)
+            if begin == len(document):
+                ends.write(ENDS_DTYPE.type(self._tokens).tobytes())
+                self._documents += 1
+
+    def close(self) -> None:
+        """Give the shard its name, once all of it is on the disk."""
+        if self._open is None:
+            return
+        name = self._name
+        digests = [file.close() for file in self._open]
+        self.shards.append(Shard(name, self._tokens, self._documents, *digests))
+        self._open, self._tokens, self._documents = None, 0, 0
+
+    @property
+    def _name(self) -> str:
+        return f"{self._prefix}-{len(self.shards):03d}"
+
+    def _files(self) -> tuple[_Hashed, _Hashed]:
+        if self._open is None:
+            path = self._folder / self._name
+            self._open = (_Hashed(path.with_suffix(".bin")), _Hashed(path.with_suffix(".ends")))
+        return self._open
+
+
+class _Hashed:
+    """A file that is hashed as it is written and has another name until it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = unfinished(path).open("wb")
+        self._hash = xxhash.xxh3_128()
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+
+    def close(self) -> str:
+        publish(self._file, self._path)
+        return self._hash.hexdigest()
+
+
+def unfinished(path: Path) -> Path:
+    # By process: one that outlives a killed parent for a moment must not write into the file of the next.
+    return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+
+
+def publish(file: BinaryIO, path: Path) -> None:
+    """Close the unfinished file of this path; it has its name only when all of it is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    os.replace(unfinished(path), path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of the file or nothing, also if the machine stops."""
+    file = unfinished(path).open("wb")
+    file.write(text.encode())
+    publish(file, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- are the files what they were? --------------------------------------------------------------------------------
+
+
+def wrong_with(folder: Path, shards: list[Shard], dtype: np.dtype[Any], *, contents: bool) -> Iterator[str]:
+    """What is wrong with the files of these shards: presence and size, and with ``contents`` every byte."""
+    for shard in shards:
+        for suffix, size_bytes, digest in (
+            (".bin", shard.tokens * dtype.itemsize, shard.bin_xxh3),
+            (".ends", shard.documents * ENDS_DTYPE.itemsize, shard.ends_xxh3),
+        ):
+            path = folder / (shard.name + suffix)
+            if not path.exists():
+                yield f"{path} is missing"
+            elif path.stat().st_size != size_bytes:
+                yield f"{path} has {path.stat().st_size} bytes, not {size_bytes}"
+            elif contents and (found := file_xxh3(path)) != digest:
+                yield f"{path} has the xxh3 {found}, not {digest}: its bytes have changed"
+
+
+def file_xxh3(path: Path) -> str:
+    hashed = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            hashed.update(block)
+    return hashed.hexdigest()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time writes into a folder; the system frees it when the process ends, however it ends."""
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is preparing {folder}; wait for it, or take another folder"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)

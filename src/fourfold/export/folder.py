@@ -1,0 +1,156 @@
+"""The whole folder: which checkpoint, checked; weights, configurations, tokenizer and card; there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fourfold.checkpoint import retention
+from fourfold.checkpoint.commit import step_name, step_of
+from fourfold.checkpoint.folder import Folder, open_folder
+from fourfold.checkpoint.manifest import Damaged, dump_json, find_damage, read_json
+from fourfold.checkpoint.state import VALUES
+from fourfold.checkpoint.storage import Reader
+from fourfold.export import tokenizer as tokenizers
+from fourfold.export.model_card import Facts, model_card
+from fourfold.export.run_values import value_at
+from fourfold.export.weights import FILE_BYTES, write_weights
+
+CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written of which step, and what a person should know of it."""
+
+    step: int
+    files: tuple[str, ...]
+    parameters: int
+    bytes: int
+    notes: tuple[str, ...]
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Exported:
+    """Make a Hugging Face folder ``out`` of a checkpoint, or of the newest valid one in a run's folder.
+
+    Every file of the checkpoint is hashed first. ``dtype`` casts the weights, ``tokenizer`` is a folder or a hub id,
+    by default that of the run's first data set. Needs as much memory as a few blocks of a file.
+
+    Example:
+        >>> export("runs/one", "exported", dtype=torch.bfloat16)  # doctest: +SKIP
+    """
+    root, step, notes = _choose(checkpoint, step)
+    reader = Reader(root, step)
+    values = read_json(reader.folder, VALUES)
+    parent, name = _split(out)
+    unfinished = f"{name}.tmp" if parent.renames else name
+    for taken in dict.fromkeys((name, unfinished)):
+        if taken in parent.names():
+            left = " (an export that was killed leaves it)" if taken != name else ""
+            raise FileExistsError(
+                f"{parent}/{taken} exists{left}, and nothing is overwritten; move it away, or export elsewhere"
+            )
+    chosen, said = tokenizers.find(tokenizer, values)
+    notes += said
+    folder = parent.child(unfinished)
+    folder.make()
+    try:
+        weights = write_weights(reader, folder, dtype=dtype, file_bytes=file_bytes)
+        files = list(weights.files)
+        if chosen is not None:
+            files += chosen.write(folder)
+        if values["model"] is not None and (generation := _generation(values, chosen)):
+            files.append(GENERATION)
+            folder.write(GENERATION, [dump_json(generation)])
+        facts = Facts(values, weights, chosen.fingerprint if chosen else None)
+        files.append(CARD)
+        folder.write(CARD, [model_card(facts).encode()])
+        # Last: where folders cannot be renamed, from_pretrained takes none without it.
+        if values["model"] is not None:
+            files.append(CONFIG)
+            folder.write(CONFIG, [dump_json(_with_dtype(values["model"], weights.dtype))])
+        else:
+            notes.append(
+                "no config.json: the model is none of Hugging Face's, and from_pretrained knows none"
+            )
+        if parent.renames:
+            parent.rename(unfinished, name)
+    except BaseException:
+        parent.remove(unfinished)
+        raise
+    return Exported(step, tuple(files), weights.parameters, weights.bytes, tuple(notes))
+
+
+# -- from where, and where to --------------------------------------------------------------------------------------------
+
+
+def _choose(where: str | os.PathLike[str], step: int | None) -> tuple[Folder, int, list[str]]:
+    """The folder of the run's checkpoints, the step of the newest one that is whole, and what was passed over."""
+    folder, last = os.path.split(os.fspath(where).rstrip("/"))
+    named = step_of(last)
+    root = open_folder(where)
+    if named is not None and not retention.steps(root):
+        if step not in (None, named):
+            raise ValueError(
+                f"{where} is {step_name(named)}, but step {step} is asked for; give the run's folder"
+            )
+        root, step = open_folder(folder or "."), named
+    committed = retention.steps(root)
+    if not committed:
+        raise ValueError(
+            f"there is no checkpoint in {root}; give a step-N, or the folder that [checkpoints] folder of the run's file names"
+        )
+    if step is not None and step not in committed:
+        raise ValueError(
+            f"there is no {step_name(step)} in {root}; it has {', '.join(map(step_name, committed))}"
+        )
+    found, damaged = retention.newest_valid(
+        committed if step is None else [step], lambda s: find_damage(root.child(step_name(s)), s)
+    )
+    notes = [f"damaged, and not exported: {line}" for lines in damaged.values() for line in lines]
+    if found is None:
+        raise Damaged("\n".join([f"none of the {len(damaged)} checkpoints looked at is valid", *notes]))
+    return root, found, notes
+
+
+def _split(out: str | os.PathLike[str]) -> tuple[Folder, str]:
+    folder, name = os.path.split(os.fspath(out).rstrip("/"))
+    if name in ("", ".", "..") or name.endswith(":") or folder.endswith(":/"):
+        raise ValueError(f"{os.fspath(out)!r} names no folder to make; give one that does not exist yet")
+    return open_folder(folder or "."), name
+
+
+# -- configurations ------------------------------------------------------------------------------------------------------
+
+
+def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """from_pretrained casts the weights to what the configuration says, and so do those of a model's parts."""
+    named = {key: _with_dtype(v, dtype) if _is_config(v) else v for key, v in config.items()}
+    named.pop("torch_dtype", None)  # its name before transformers 5
+    return named | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) and "model_type" in value
+
+
+def _generation(values: dict[str, Any], tokenizer: tokenizers.Chosen | None) -> dict[str, Any]:
+    """What the model began with, if that is there; otherwise what generation begins and ends with."""
+    pretrained = value_at(values, "config", "model", "pretrained")
+    if isinstance(pretrained, str) and (Path(pretrained) / GENERATION).is_file():
+        return read_json(open_folder(pretrained), GENERATION)
+    names = tokenizers.SPECIAL_IDS
+    ids = {name: id_ for name in names if (id_ := value_at(values, "model", name)) is not None}
+    return ids | (tokenizer.special_ids if tokenizer is not None else {})

@@ -1,0 +1,163 @@
+"""The model's card: the facts of the run that made it, as its checkpoint and its log have them, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fourfold.export.run_values import data_sources, last_losses, value_at
+from fourfold.export.weights import Weights
+from fourfold.mesh.axes import AXES
+
+Row = tuple[str, str]
+
+HEAD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+"""
+USE = """```python
+from transformers import AutoModelForCausalLM{more}
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){line}
+```
+"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card is made of: a checkpoint's values, the weights written, the tokenizer's fingerprint if there is one."""
+
+    values: dict[str, Any]
+    weights: Weights
+    tokenizer: str | None
+
+
+def model_card(facts: Facts) -> str:
+    """README.md of an exported folder; a fact that no file has makes no line."""
+    values = facts.values
+    architecture = value_at(values, "model", "architectures")
+    name = architecture[0] if architecture else "A model"
+    parts = [
+        HEAD if values["model"] is not None else "",
+        f"# {_cell(name)}, step {values['step']}\n",
+        "Trained with Fourfold. This page was written from the checkpoint and the log of the run.\n",
+        _use(facts.tokenizer is not None) if values["model"] is not None else "",
+        _section("Model", _model(facts)),
+        _section("TrainState", _training(values)),
+        _section("Loss", _losses(values)),
+        _data(values),
+        _section("Versions", sorted((value_at(values, "versions") or {}).items())),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _use(with_tokenizer: bool) -> str:
+    if not with_tokenizer:
+        return USE.format(more="", line="")
+    line = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'
+    return USE.format(more=", AutoTokenizer", line=line)
+
+
+# -- the sections ------------------------------------------------------------------------------------------------------
+
+
+def _model(facts: Facts) -> Iterable[Row]:
+    model = facts.values["model"]
+    yield from _given(model, ("kind", "model_type"))
+    yield "parameters", f"{facts.weights.parameters:,}"
+    yield "weights", f"{str(facts.weights.dtype).removeprefix('torch.')}, {facts.weights.bytes:,} bytes"
+    yield from _given(
+        model,
+        ("layers", "num_hidden_layers", "n_layer"),
+        ("hidden features", "hidden_size", "n_embd"),
+        ("inner features", "intermediate_size", "n_inner"),
+        ("attention heads", "num_attention_heads", "n_head"),
+        ("key and value heads", "num_key_value_heads"),
+        ("features of a head", "head_dim"),
+        ("vocabulary", "vocab_size"),
+        ("longest sequence", "max_position_embeddings", "n_positions"),
+        ("tied embeddings", "tie_word_embeddings"),
+    )
+    if facts.tokenizer is not None:
+        yield "tokenizer", f"fingerprint {facts.tokenizer}"
+
+
+def _training(values: dict[str, Any]) -> Iterable[Row]:
+    config = values["config"]
+    for kind, words in (("pretrained", "the weights of {}"), ("config", "drawn weights, {}")):
+        if (where := value_at(config, "model", kind)) is not None:
+            yield "began from", words.format(where)
+    steps = value_at(config, "schedule", "steps")
+    yield "step", f"{values['step']:,}" + (f" of {steps:,}" if isinstance(steps, int) else "")
+    samples, length = value_at(values, "data", "samples"), value_at(values, "data", "sequence_length")
+    if isinstance(samples, int) and isinstance(length, int):
+        yield "tokens seen", f"{samples * length:,} ({samples:,} samples of {length:,})"
+    if (tokens := value_at(config, "batch", "tokens")) is not None:
+        yield "batch", f"{_plain(tokens)} tokens"
+    yield from _settings(config, "optimizer", "name", "lr", "betas", "eps", "weight_decay", "max_norm")
+    yield from _settings(config, "schedule", "kind", "warmup_steps", "decay_steps", "final")
+    if (precision := value_at(config, "engine", "precision")) is not None:
+        yield "precision", f"{precision}, fp32 masters"
+    grid = values["grid"]
+    yield (
+        "grid",
+        ", ".join(f"{axis}={size}" for axis, size in zip(AXES, grid, strict=True)) + " (of the save)",
+    )
+    yield "seed", str(values["seed"])
+    yield "saved", values["saved_at"]
+
+
+def _losses(values: dict[str, Any]) -> Iterable[Row]:
+    names = {"loss": "training", "validation_loss": "validation"}
+    for name, (step, loss, file) in last_losses(values).items():
+        number = f"{loss:.4f}" if isinstance(loss, float) else loss
+        yield names[name], f"{number} at step {step:,}, by {file}"
+
+
+def _data(values: dict[str, Any]) -> str:
+    sources = data_sources(values)
+    rows = [[source.get(key, "") for key in ("path", "weight", "fingerprint")] for source in sources]
+    return "## Data\n\n" + _table(("data set", "weight", "fingerprint"), rows) if rows else ""
+
+
+# -- words and tables --------------------------------------------------------------------------------------------------
+
+
+def _given(table: Any, *wanted: tuple[str, ...]) -> Iterable[Row]:
+    """Of each fact the first of its names that the table has."""
+    for title, *names in wanted:
+        found = [value for name in names if (value := value_at(table, name)) is not None]
+        if found:
+            yield title, _plain(found[0])
+
+
+def _settings(config: Any, section: str, *names: str) -> Iterable[Row]:
+    found = [(name, value) for name in names if (value := value_at(config, section, name)) is not None]
+    if found:
+        yield section, ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in found)
+
+
+def _section(title: str, rows: Iterable[Row]) -> str:
+    listed = list(rows)
+    return f"## {title}\n\n" + _table(("", ""), listed) if listed else ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *([_cell(value) for value in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return " and ".join(map(_plain, value)) if isinstance(value, list) else str(value)
+
+
+def _cell(value: Any) -> str:
+    """On one line, and of the text alone: a path may hold what Markdown takes for its own."""
+    text = " ".join(_plain(value).split())
+    return "".join(f"\\{c}" if c in "\\|`*_<[" else c for c in text)

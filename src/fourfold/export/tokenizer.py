@@ -1,0 +1,61 @@
+"""The tokenizer of a run: that of its first data set, or one that is named."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fourfold.checkpoint.folder import Folder
+from fourfold.data.tokenizer import facts_of, load_tokenizer
+from fourfold.export.run_values import data_sources, value_at
+
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+Name = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A tokenizer that was loaded and fits the model."""
+
+    tokenizer: Any
+    fingerprint: str
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """What generation begins and ends with: the tokens of the data, whatever the model's configuration says."""
+        found = {name: getattr(self.tokenizer, name) for name in SPECIAL_IDS}
+        return {name: int(value) for name, value in found.items() if value is not None}
+
+    def write(self, out: Folder) -> list[str]:
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save_pretrained(folder)
+            files = sorted(file for file in Path(folder).iterdir() if file.is_file())
+            for file in files:
+                out.write(file.name, [file.read_bytes()])
+            return [file.name for file in files]
+
+
+def find(named: Name | None, values: dict[str, Any]) -> tuple[Chosen | None, list[str]]:
+    """The one that is named, or that of the first data set if it is there; and what to say of it."""
+    if named is None:
+        sources = data_sources(values)
+        if not sources:
+            return None, ["no tokenizer: the checkpoint names no data set; --tokenizer FOLDER adds one"]
+        named = Path(str(sources[0].get("path"))) / "tokenizer"
+        if not named.is_dir():
+            return None, [f"no tokenizer: there is no {named} here; --tokenizer FOLDER adds one"]
+    elif os.path.isdir(named) and not (Path(named) / "tokenizer.json").exists():
+        raise ValueError(
+            f"{os.fspath(named)} has no tokenizer.json; give a folder that save_pretrained wrote"
+        )
+    tokenizer = load_tokenizer(os.fspath(named))
+    rows = value_at(values, "model", "vocab_size")
+    if isinstance(rows, int) and len(tokenizer) > rows:
+        raise ValueError(
+            f"tokenizer {os.fspath(named)} has {len(tokenizer)} tokens, the model has rows for {rows}; give the "
+            "tokenizer that it was trained with"
+        )
+    return Chosen(tokenizer, facts_of(tokenizer).fingerprint), []

@@ -1,0 +1,89 @@
+"""A checkpoint's weights as Hugging Face's safetensors: some rows of a tensor in memory at a time, never the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fourfold.checkpoint.folder import Folder
+from fourfold.checkpoint.index import tensors
+from fourfold.checkpoint.manifest import dump_json
+from fourfold.checkpoint.state import MODEL
+from fourfold.checkpoint.storage import Reader, lay_out, raw_bytes, read_rows
+
+FILE_BYTES = 5 * 10**9
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What was written: numbers and bytes of all tensors, and the dtype that holds any of them."""
+
+    files: tuple[str, ...]
+    parameters: int
+    bytes: int
+    dtype: torch.dtype
+
+
+def write_weights(
+    reader: Reader, out: Folder, *, dtype: torch.dtype | None = None, file_bytes: int = FILE_BYTES
+) -> Weights:
+    """Write the model of a checkpoint to ``out``; ``dtype`` casts the floating-point numbers.
+
+    Names are those of the checkpoint, which are Hugging Face's; of tied weights it has one.
+    """
+    weights = _on_meta(reader, dtype)
+    if not weights:
+        raise ValueError(f"{reader.folder} has no tensor of a model")
+    groups = _files(weights, file_bytes)
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(groups, start=1):
+        file = SINGLE if len(groups) == 1 else f"model-{i:05}-of-{len(groups):05}.safetensors"
+        out.write(file, _content(reader, {name: weights[name] for name in names}))
+        weight_map |= dict.fromkeys(names, file)
+    files = list(dict.fromkeys(weight_map.values()))
+    parameters = sum(math.prod(empty.shape) for empty in weights.values())
+    size = sum(empty.nbytes for empty in weights.values())
+    if len(groups) > 1:
+        metadata = {"total_parameters": parameters, "total_size": size}
+        out.write(INDEX, [dump_json({"metadata": metadata, "weight_map": weight_map})])
+        files.append(INDEX)
+    floating = [empty.dtype for empty in weights.values() if empty.dtype.is_floating_point]
+    widest = max(floating, key=lambda d: (d.itemsize, d == torch.bfloat16), default=torch.float32)
+    return Weights(tuple(files), parameters, size, widest)
+
+
+def _on_meta(reader: Reader, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors to write, without numbers."""
+    weights = {}
+    for name, tensor in tensors(reader.metadata).items():
+        if name.startswith(MODEL):
+            stored = tensor.properties.dtype
+            wanted = dtype if dtype is not None and stored.is_floating_point else stored
+            weights[name.removeprefix(MODEL)] = torch.empty(tensor.size, dtype=wanted, device="meta")
+    return weights
+
+
+def _files(weights: dict[str, Tensor], file_bytes: int) -> list[list[str]]:
+    """Names by file: as many as fit in it, at least one."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, empty in weights.items():
+        if files[-1] and size + empty.nbytes > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += empty.nbytes
+    return files
+
+
+def _content(reader: Reader, weights: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
+    header, ranges = lay_out(weights)
+    yield header
+    for name in ranges:
+        for rows in read_rows(reader, f"{MODEL}{name}", weights[name].dtype):
+            yield raw_bytes(rows)

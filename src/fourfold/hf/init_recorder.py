@@ -1,0 +1,424 @@
+"""Initial weights that do not depend on the grid: a model's own initialisation, replayed piece by piece."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# Private, seen in torch 2.13: the mode that sees every ATen call. There is no public name for it.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fourfold.hf.init_replay import OVERWRITES, InitReplay, Step
+
+# A parameter up to this size whose initialisation has no recipe is computed, and its values are the recipe: every
+# rank holds all of it. 2**18 has room for the state matrices of state-space layers, not for a projection.
+LARGEST_COMPUTED = 2**18
+
+MOST_TROUBLES = 8  # to print: what is wrong in one layer is wrong in a hundred
+
+# transformers marks what it has initialised with this attribute, on modules, parameters and buffers alike.
+_FLAG = "_is_hf_initialized"
+
+
+def record_initialization(model: nn.Module, *, seed: int = 0) -> dict[str, InitReplay]:
+    """Run a model's initialisation without its weights, and return what it does to each parameter.
+
+    The model is best on `meta`; its parameters are neither read nor written, and it is left as found. Every module's
+    `reset_parameters()` runs first, as at construction, then the model's own rule over it: `initialize_weights()` of a
+    Hugging Face model, `apply(_init_weights)` of a plain module that has that method. What a constructor does to a
+    parameter beyond that cannot be seen.
+
+    The keys are those of `model.named_parameters()`: a tied parameter appears once, initialised as Hugging Face does
+    it, by the module whose weight the others take over.
+
+    `seed` matters for small parameters that are computed from random numbers (Mamba's `dt_proj.bias`): their values are
+    part of the recipe, so every rank has to record with the same seed.
+    """
+    records = _record(model, seed, computed=frozenset())
+    computed = frozenset(
+        name for name, r in records.items() if r.refused and r.stand_in.numel() <= LARGEST_COMPUTED
+    )
+    if computed:
+        # If the second run fails, what the first could not record is the better explanation.
+        with contextlib.suppress(ValueError):
+            records |= {name: r for name, r in _record(model, seed, computed).items() if name in computed}
+    if troubles := [trouble for record in records.values() if (trouble := record.trouble())]:
+        raise ValueError(
+            f"cannot record the initialisation of {type(model).__name__}; load a checkpoint instead:\n  "
+            + "\n  ".join(troubles[:MOST_TROUBLES])
+            + (f"\n  and {len(troubles) - MOST_TROUBLES} more" if len(troubles) > MOST_TROUBLES else "")
+        )
+    return {name: InitReplay(tuple(r.stand_in.shape), tuple(r.steps)) for name, r in records.items()}
+
+
+@torch.no_grad()
+def restore_buffers(
+    model: nn.Module, device: torch.device | str, *, from_checkpoint: Container[str] = ()
+) -> None:
+    """Recompute every buffer of a model that came from `meta` by `to_empty`, as transformers does when it loads one.
+
+    Parameters are never written. Buffers that are still on `meta`, or elsewhere, are first made on `device`.
+    `from_checkpoint` names the buffers that a checkpoint supplies; any other that the model's initialisation does not
+    set raises a ValueError.
+    """
+    device = torch.device(device)
+    _materialize_buffers(model, device)
+    buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+    restored: set[int] = {id(buffer) for buffer in model.buffers() if buffer.numel() == 0}
+
+    def on_write(owner: Tensor, op: str, target: Tensor, operands: tuple[Any, ...]) -> bool:
+        if id(owner) not in buffers:
+            return False
+        if op in ("copy_", "fill_", "zero_", "normal_", "uniform_") and target.numel() == owner.numel():
+            restored.add(id(owner))
+        return True
+
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    with _left_as_found(model), _fixed_cpu_random_state(0), _Writes(tensors, on_write):
+        _initialize(model)
+
+    lost = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            path = f"{prefix}.{name}".lstrip(".")
+            if buffer is None or id(buffer) in restored or path in from_checkpoint:
+                continue
+            if id(buffer) not in buffers and not buffer.is_meta:  # put there by the initialisation
+                module._buffers[name] = buffer.to(device)
+            elif id(buffer) not in buffers or buffers[id(buffer)] == path:  # a shared buffer is named once
+                lost.append(path)
+        lost += [
+            f"{prefix}.{name} (a tensor, but no buffer)".lstrip(".")
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor) and value.is_meta
+        ]
+    if lost:
+        raise ValueError(
+            f"cannot restore {', '.join(lost)} of {type(model).__name__}: its initialisation does not set them; "
+            "set them in the model's _init_weights, or pass them as from_checkpoint if a checkpoint holds them"
+        )
+
+
+# --- replaying ---
+
+
+# --- recording ---
+
+
+def _record(model: nn.Module, seed: int, computed: frozenset[str]) -> dict[str, _Record]:
+    """One run of the initialisation, with real tensors for the parameters `computed` and none for the others."""
+    with _left_as_found(model):
+        records = _put_stand_ins(model, computed)
+        by_id = {id(record.stand_in): record for record in records.values()}
+
+        def on_write(owner: Tensor, op: str, target: Tensor, operands: tuple[Any, ...]) -> bool:
+            record = by_id.get(id(owner))  # none for a tied place, or a buffer
+            if record is None:
+                return False
+            if record.name not in computed:
+                record.add(op, target, operands)
+            return record.name in computed
+
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        try:
+            with _fixed_cpu_random_state(seed), _Writes(tensors, on_write), _NeverMeta():
+                _initialize(model)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(
+                f"the initialisation of {type(model).__name__} cannot run without weights ({error}); "
+                "load a checkpoint instead"
+            ) from error
+    for name in computed:
+        records[name].steps = [Step("copy", values=records[name].stand_in.detach().float())]
+    return records
+
+
+def _put_stand_ins(model: nn.Module, computed: frozenset[str]) -> dict[str, _Record]:
+    """Replace the parameters, and give each tied place one of its own that nobody looks at.
+
+    Hugging Face initialises before it ties. On a model already tied, the head would overwrite the embedding, and with
+    it the zeros of the padding row.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    records: dict[str, _Record] = {}
+    tied = _tied_places(model)
+    for path, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = names[id(parameter)]
+            device = "cpu" if name in computed else "meta"
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            if empty.is_floating_point():
+                empty.fill_(math.nan)  # what stays so was never set
+            stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            if f"{path}.{leaf}".lstrip(".") not in tied:
+                stand_in = records.setdefault(name, _Record(name, stand_in)).stand_in
+            module._parameters[leaf] = stand_in
+    assert records.keys() == set(names.values())
+    return records
+
+
+def _tied_places(model: nn.Module) -> set[str]:
+    """The paths of the parameters that take over the value of another."""
+    places = set()
+    for path, module in model.named_modules():
+        tied = getattr(module, "all_tied_weights_keys", None)
+        for target, source in tied.items() if isinstance(tied, dict) else ():
+            if module.get_parameter(target) is module.get_parameter(source):
+                places.add(f"{path}.{target}".lstrip("."))
+    return places
+
+
+@dataclass
+class _Record:
+    """What has happened to one parameter so far."""
+
+    name: str
+    stand_in: nn.Parameter
+    steps: list[Step] = field(default_factory=list)
+    refused: str | None = None
+
+    def add(self, op: str, target: Tensor, operands: tuple[Any, ...]) -> None:
+        step = _step(op, operands)
+        if isinstance(step, str):
+            self.refused = self.refused or step
+            return
+        rows = _rows(target, self.stand_in)
+        if rows is None:
+            self.refused = self.refused or f"{op} writes a part of shape {list(target.shape)}, not whole rows"
+            return
+        shape = self.stand_in.shape
+        height = shape[0] if shape else 1
+        if step.values is not None:
+            rows_shape = (rows[1] - rows[0], *shape[1:]) if shape else ()
+            step = replace(step, values=step.values.expand(target.shape).reshape(rows_shape))
+        if rows == (0, height):
+            if step.kind in OVERWRITES:  # what came before no longer matters
+                self.steps.clear()
+                self.refused = None
+            self.steps.append(step)
+        else:
+            self.steps.append(replace(step, rows=rows))
+
+    def trouble(self) -> str | None:
+        shape = list(self.stand_in.shape)
+        if self.refused:
+            return f"{self.name} {shape}: {self.refused}"
+        if any(step.values is not None and step.values.isnan().any() for step in self.steps):
+            return f"{self.name} {shape}: a part of it is not set, or set to NaN"
+        covered, height = 0, (shape[0] if shape else 1)
+        for start, stop in sorted(step.rows or (0, height) for step in self.steps if step.kind in OVERWRITES):
+            if start <= covered:
+                covered = max(covered, stop)
+        if covered < height and self.stand_in.numel():
+            return (
+                f"{self.name} {shape}: no _init_weights or reset_parameters sets it (rows from {covered} on)"
+            )
+        return None
+
+
+def _step(op: str, operands: tuple[Any, ...]) -> Step | str:
+    """The step that an in-place ATen operation is, or why it cannot be one."""
+    if any(isinstance(operand, Tensor) and operand.device.type == "meta" for operand in operands):
+        return f"{op} takes values that are computed from weights"
+    if op == "copy_":
+        return Step("copy", values=operands[0].detach().to("cpu", torch.float32, copy=True))
+    unknown = f"{op} with {len(operands)} operands is neither a fill, nor a copy, nor a scaling"
+    for operand in operands:
+        if not (
+            operand is None
+            or isinstance(operand, float | int)
+            or (isinstance(operand, Tensor) and not operand.ndim)
+        ):
+            return unknown
+    bounds = [None if operand is None else float(operand) for operand in operands]
+    numbers = tuple(number for number in bounds if number is not None)
+    match op, len(operands):
+        case "normal_", _:
+            return Step("normal", numbers + (0.0, 1.0)[len(numbers) :])
+        case "uniform_", _:
+            return Step("uniform", numbers + (0.0, 1.0)[len(numbers) :])
+        case "trunc_normal_", _:
+            return Step("trunc_normal", numbers)
+        case "zero_", _:
+            return Step("constant", (0.0,))
+        case "fill_", _:
+            return Step("constant", numbers)
+        case "mul_", 1:
+            return Step("mul", numbers)
+        case "div_", 1:
+            return Step("div", numbers)
+        case "add_", 1:
+            return Step("add", numbers)
+        case "sub_", 1:
+            return Step("add", (-numbers[0],))
+        case "clamp_", _:
+            low, high = (*bounds, None)[:2]
+            return Step("clamp", (-math.inf if low is None else low, math.inf if high is None else high))
+    return unknown
+
+
+def _rows(target: Tensor, parameter: Tensor) -> tuple[int, int] | None:
+    """The rows of `parameter` that `target`, a view of its storage, is; None if it is not whole rows in order."""
+    height = parameter.shape[0] if parameter.ndim else 1
+    if target.shape == parameter.shape and target.stride() == parameter.stride():
+        return 0, height
+    row = parameter[0].numel() if parameter.ndim else 1
+    offset = target.storage_offset() - parameter.storage_offset()
+    if not (row and parameter.is_contiguous() and target.is_contiguous()):
+        return None
+    if offset % row or target.numel() % row:
+        return None
+    return offset // row, (offset + target.numel()) // row
+
+
+class _Writes(TorchDispatchMode):
+    """Shows every write to the storage of `tensors` to `on_write(tensor, operation, written view, operands)`.
+
+    The write is carried out only if that returns True. Everything else runs as ever.
+    """
+
+    def __init__(
+        self, tensors: Iterator[Tensor], on_write: Callable[[Tensor, str, Tensor, tuple[Any, ...]], bool]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # PyTorch hands out the same Python object for a storage as long as one is alive: held here, its id is its name.
+        self._owners = {id(storage): (storage, t) for t in tensors for storage in (t.untyped_storage(),)}
+        self._on_write = on_write
+
+    def __enter__(self) -> _Writes:
+        # On meta, trunc_normal_ does nothing, and elsewhere it is a loop of data-dependent redraws: it is caught whole.
+        # All spellings of it, transformers' included, come to this private function (seen in torch 2.13).
+        self._trunc_normal_ = nn.init._no_grad_trunc_normal_
+        nn.init._no_grad_trunc_normal_ = self._caught_trunc_normal_
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        nn.init._no_grad_trunc_normal_ = self._trunc_normal_
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _caught_trunc_normal_(
+        self,
+        tensor: Tensor,
+        mean: float,
+        std: float,
+        a: float,
+        b: float,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        owner = self._owner(tensor)
+        if owner is None or self._on_write(owner, "trunc_normal_", tensor, (mean, std, a, b)):
+            return self._trunc_normal_(tensor, mean, std, a, b, generator)
+        return tensor
+
+    def _owner(self, tensor: Tensor) -> Tensor | None:
+        return self._owners.get(id(tensor.untyped_storage()), (None, None))[1]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        op = func._schema.name.removeprefix("aten::")
+        if op == "scalar_tensor" and torch.device(kwargs.get("device") or "cpu").type == "meta":
+            # `weight[i] = 0` makes the 0 where the weight is; on meta it would be lost.
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        written = []
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                written += [value] if isinstance(value, Tensor) else list(value or ())
+        owned = [(owner, target) for target in written if (owner := self._owner(target)) is not None]
+        given = (*args, *(value for key, value in kwargs.items() if key != "generator"))
+        operands = tuple(value for value in given if not any(value is target for target in written))
+        # Not a generator expression in all(): every owner has to be told.
+        if all([self._on_write(owner, op, target, operands) for owner, target in owned]):
+            return func(*args, **kwargs)
+        return written[0] if len(written) == 1 else None
+
+
+class _NeverMeta(TorchFunctionMode):
+    """`tensor.is_meta` is False: orthogonal_, dirac_ and sparse_ would otherwise do nothing, and nobody would know."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+def _initialize(model: nn.Module) -> None:
+    # Real values, such as rotary frequencies, have to be computed even when the caller builds on meta. Only then, as
+    # the context gives `torch.eye(..., out=weight)` a device of its own, too.
+    on_meta = torch.get_default_device().type == "meta"
+    with torch.no_grad(), torch.device("cpu") if on_meta else contextlib.nullcontext():
+        for module in reversed(list(model.modules())):  # children before parents, as at construction
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset):
+                reset()
+        _apply_own_rule(model)
+
+
+def _apply_own_rule(module: nn.Module) -> None:
+    rule = getattr(module, "_init_weights", None)
+    of_hugging_face = getattr(module, "initialize_weights", None)  # sees to its submodels itself
+    if callable(rule) and callable(of_hugging_face):
+        of_hugging_face()
+        return
+    for child in module.children():
+        _apply_own_rule(child)
+    if callable(rule):
+        module.apply(rule)
+
+
+def _materialize_buffers(model: nn.Module, device: torch.device) -> None:
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            there = buffer.device.type == device.type and device.index in (None, buffer.device.index)
+            if not there:
+                module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device=device))
+
+
+@contextlib.contextmanager
+def _left_as_found(model: nn.Module) -> Iterator[None]:
+    """Without transformers' flags inside, and with the flags and parameters of before afterwards."""
+    flagged: list[tuple[Any, Any]] = []
+    parameters = [(module, dict(module._parameters)) for module in model.modules()]
+    holders: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]
+    for holder in holders:
+        if _FLAG in vars(holder):
+            flagged.append((holder, vars(holder)[_FLAG]))
+            delattr(holder, _FLAG)
+    try:
+        yield
+    finally:
+        for module, before in parameters:
+            module._parameters.clear()
+            module._parameters.update(before)
+        for holder in holders:
+            vars(holder).pop(_FLAG, None)
+        for holder, value in flagged:
+            setattr(holder, _FLAG, value)
+
+
+@contextlib.contextmanager
+def _fixed_cpu_random_state(seed: int) -> Iterator[None]:
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also seeds every accelerator
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

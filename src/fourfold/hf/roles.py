@@ -1,0 +1,467 @@
+"""Which module plays which role, and why one was left alone or refused.
+
+The words are those of Hugging Face's plans:
+
+    colwise                         a linear from y to x (q, k, v, gate, up)
+    rowwise                         a linear from x to y (o, down)
+    colwise_gather_output           a linear from y to x: the head, and fused projections; nothing is gathered here
+    rowwise_split_input             a linear from x to y
+    embedding_rowwise               the token embedding: rows on x, features on y
+    replicated_with_grad_allreduce  whole on each rank, used for other heads on each x rank
+    mla_kv_a_proj                   a linear from y to all ranks, whose last columns all heads share
+
+and a few that 4D needs beside them:
+
+    embedding_colwise               another embedding (positions): features on y
+    norm, norm_x                    a norm over the hidden features, on y; over those of all heads, on x
+    heads                           a parameter with one row for each head: rows on x
+    features                        a parameter with one number for each hidden feature: on y
+    latent, colwise_from_latent     linears from y to all ranks, and from there to x (latent attention)
+    replicated                      whole on each rank, used for the same numbers on each
+    idle                            whole on each rank and not to be used: the towers of a multimodal model
+
+A user passes roles in the same words, `*` standing for one part of a name: ``{"blocks.*.attn.q": "colwise"}``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from fourfold.errors import UnsupportedError
+from fourfold.hf.anatomy import Anatomy, idle_towers, is_linear, is_norm, linear_shape, text_root
+from fourfold.hf.families import FAMILIES, LATENT_ATTENTION, Family
+from fourfold.hf.norm_formula import Formula, epsilon_of, recognise
+from fourfold.hf.parameter_layout import chunk
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.grid import Grid
+
+
+@dataclass(frozen=True)
+class Role:
+    """What becomes of one module, or of one parameter that a module holds itself."""
+
+    name: str
+    word: str
+    why: str
+    # Linear layers: the axes of input and output features, and the widths of the segments of a fused projection.
+    in_axis: Axis | None = None
+    out_axis: Axis | None = None
+    segments: tuple[int, ...] | None = None
+    # Norms: what they compute, over how many features.
+    formula: Formula | None = None
+    features: int = 0
+    head: bool = False
+    # How many key/value heads there are, where each of them is on several x ranks.
+    replicated_heads: int = 0
+
+
+_LINEAR_AXES: dict[str, tuple[Axis | None, Axis | None]] = {
+    "colwise": ("y", "x"),
+    "packed_colwise": ("y", "x"),
+    "colwise_gather_output": ("y", "x"),
+    "rowwise": ("x", "y"),
+    "rowwise_split_input": ("x", "y"),
+    "latent": ("y", None),
+    "mla_kv_a_proj": ("y", None),
+    "colwise_from_latent": (None, "x"),
+}
+_PARAMETER_WORDS = {
+    "heads",
+    "features",
+    "replicated",
+    "replicated_with_grad_allreduce",
+    "norm",
+    "norm_x",
+    "embedding_rowwise",
+    "embedding_colwise",
+}
+WORDS = {*_LINEAR_AXES, *_PARAMETER_WORDS}
+# Which words fit which kind of module.
+_OF_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
+_OF_NORMS = ("norm", "norm_x", "replicated", "replicated_with_grad_allreduce", "heads")
+_OF_PARAMETERS = ("heads", "features", "replicated", "replicated_with_grad_allreduce")
+
+SEPARATE_KV = re.compile(r"(^|\.)(k_proj|v_proj|key|value|k|v)$")
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Does a pattern name this module; `*` stands for one part, a leading `*.` for any number of them."""
+    parts = ["[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")]
+    if parts[0] == "[^.]+":
+        parts[0] = ".+"
+    return re.fullmatch(r"\.".join(parts), name) is not None
+
+
+def family_of(model: nn.Module) -> Family:
+    config = getattr(model, "config", None)
+    kinds = [getattr(config, "model_type", None)]
+    if config is not None and hasattr(config, "get_text_config"):
+        kinds.append(getattr(config.get_text_config(), "model_type", None))
+    for kind in kinds:
+        if kind in FAMILIES:
+            return FAMILIES[kind]
+    return Family()
+
+
+def assign(model: nn.Module, grid: Grid, given: Mapping[str, str] | None = None) -> list[Role]:
+    """A role for each module that holds parameters; raises `UnsupportedError` where exactness cannot be had."""
+    return _Assignment(model, grid, given or {}).roles()
+
+
+class _Assignment:
+    def __init__(self, model: nn.Module, grid: Grid, given: Mapping[str, str]) -> None:
+        self.model, self.grid, self.given = model, grid, given
+        self.family = family_of(model)
+        self.plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
+        self.anatomy = Anatomy(model)
+
+    def roles(self) -> list[Role]:
+        self._check_words()
+        if self.grid.x == self.grid.y == 1:
+            # Nothing is cut but the batch and the storage of weights: each module does what it did.
+            return [
+                Role(name, "replicated", "x = y = 1")
+                for name, module in self.anatomy.modules.items()
+                if module._parameters
+            ]
+        if self.family.refused:
+            raise UnsupportedError(
+                f"{type(self.model).__name__}: {self.family.refused}; so not on y={self.grid.y}, x={self.grid.x}: use x=1 "
+                "and y=1 (z and data alone need no roles)"
+            )
+        hidden = self.anatomy.hidden_size
+        if hidden is not None and hidden % self.grid.y:
+            raise self._does_not_divide("y", f"hidden_size={hidden} of {type(self.model).__name__}", hidden)
+        self._check_styles()
+        roles: list[Role] = []
+        idle = idle_towers(self.model)
+        text = text_root(self.model) if idle else ""
+        for name, module in self.anatomy.modules.items():
+            tower = next((t for t in idle if name == t or name.startswith(f"{t}.")), None)
+            around_text = bool(idle) and (not name or text.startswith(f"{name}."))
+            if tower is not None or around_text:
+                if module._parameters:
+                    roles.append(Role(name, "idle", f"{tower or name}: not part of the language model"))
+            elif isinstance(module, nn.Embedding):
+                roles.append(self._embedding(name, module))
+            elif is_linear(module):
+                roles.append(self._linear(name, module))
+            elif self._is_norm(name, module):
+                roles.append(self._norm(name, module))
+            else:
+                roles += self._own_parameters(name, module)
+        return [role for role in roles if role.word != "without parameters"]
+
+    # -- one kind of module each ------------------------------------------------------------------------------------
+
+    def _embedding(self, name: str, module: nn.Embedding) -> Role:
+        word = self._word(name)
+        why = self._why(name)
+        if module is self.anatomy.embedding or word == "embedding_rowwise":
+            if type(module) is not nn.Embedding and not hasattr(module, "embed_scale"):
+                raise UnsupportedError(
+                    f"{name} is a {type(module).__name__}, which is not nn.Embedding nor one with an embed_scale: what "
+                    "its forward does to a part of the vocabulary is not known; use x=1 and y=1"
+                )
+            self._check_fit(name, module, word, ("embedding_rowwise",))
+            if module.embedding_dim % self.grid.y:
+                what = f"the {module.embedding_dim} features of {name}"
+                raise self._does_not_divide("y", what, module.embedding_dim)
+            self._check_vocabulary(name, module.num_embeddings)
+            self._check_plain(name, module)
+            return Role(name, "embedding_rowwise", why or "the model's input embedding")
+        self._check_fit(name, module, word, _OF_EMBEDDINGS)
+        self._check_plain(name, module)
+        if module.embedding_dim != self.anatomy.hidden:
+            raise self._no_role(name, module, f"an embedding of {module.embedding_dim} features")
+        return Role(
+            name, "embedding_colwise", why or f"its {self.anatomy.hidden} features are the hidden ones"
+        )
+
+    def _check_plain(self, name: str, module: nn.Embedding) -> None:
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                raise UnsupportedError(
+                    f"{name} has {option}={getattr(module, option)}, which looks at whole rows or at the whole batch, and "
+                    f"is not supported on y={self.grid.y}, x={self.grid.x}; turn it off, or use x=1 and y=1"
+                )
+
+    def _linear(self, name: str, module: nn.Module) -> Role:
+        word = self._word(name)
+        why = self._why(name)
+        if module is self.anatomy.head and word is None:
+            word, why = "colwise_gather_output", "the model's output embedding"
+        if word is None:
+            raise self._no_role(name, module, "a linear layer")
+        self._check_fit(name, module, word, tuple(_LINEAR_AXES))
+        if word not in _LINEAR_AXES:
+            raise self._missing_style(name, word)
+        in_axis, out_axis = _LINEAR_AXES[word]
+        role = Role(name, word, why, in_axis, out_axis, head=module is self.anatomy.head)
+        role = replace(role, segments=self._segments(name, module, word))
+        # Heads first: they are what must divide, and with them their features do.
+        role = self._with_heads(role, module)
+        self._check_linear(role, module)
+        return role
+
+    def _norm(self, name: str, module: nn.Module) -> Role:
+        word = self._word(name)
+        why = self._why(name)
+        self._check_fit(name, module, word, _OF_NORMS)
+        weight = getattr(module, "weight", None)
+        size = weight.shape if weight is not None else None
+        inside_attention = self.anatomy.in_attention(name)
+        last = name.rsplit(".", 1)[-1]
+        if word is None and inside_attention and size is not None:
+            heads, kv_heads = self.anatomy.heads(name)
+            head_dim = self.anatomy.head_dim(name)
+            if len(size) == 2:
+                word, why = "heads", f"one row for each of {size[0]} heads"
+            elif head_dim is not None and size[0] == head_dim:
+                word, why = "replicated_with_grad_allreduce", f"over the {head_dim} features of a head"
+            elif (
+                head_dim is not None
+                and heads
+                and size[0] in (heads * head_dim, (kv_heads or heads) * head_dim)
+                and last.startswith(("q", "k", "v"))
+            ):
+                word, why = "norm_x", "over the features of all heads"
+                if kv_heads and last.startswith(("k", "v")) and kv_heads % self.grid.x:
+                    parent = name.rsplit(".", 1)[0]
+                    raise self._does_not_divide(
+                        "x",
+                        f"num_key_value_heads={kv_heads} of {parent}",
+                        kv_heads,
+                        f", and they cannot be replicated ({name} is a norm over all of them)",
+                    )
+        if word is None and inside_attention and size is None and last.startswith(("q", "k", "v")):
+            return Role(name, "without parameters", "over the features of a head")
+        if word is None and (size is None or tuple(size) == (self.anatomy.hidden,)):
+            word, why = "norm", "over the hidden features"
+        if word in ("norm", "norm_x"):
+            formula = recognise(module)
+            features = size[0] if size else self.anatomy.hidden
+            if formula is None:
+                raise UnsupportedError(
+                    f"{name} is a {type(module).__name__} over {features} features whose formula is "
+                    f"not one that Fourfold knows how to cut over y={self.grid.y} and x={self.grid.x} (epsilon "
+                    f"{epsilon_of(module)}); use y=1 and x=1"
+                )
+            axis: Axis = "y" if word == "norm" else "x"
+            if features % self.grid.size(axis):
+                raise self._does_not_divide(axis, f"the {features} features of {name}", features)
+            return Role(name, word, why, formula=formula, features=features)
+        if word in ("replicated", "replicated_with_grad_allreduce", "heads"):
+            return Role(name, word, why)
+        raise self._no_role(name, module, f"a norm of {tuple(size or ())}")
+
+    def _own_parameters(self, name: str, module: nn.Module) -> list[Role]:
+        roles = []
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full = f"{name}.{key}" if name else key
+            # "colwise" is how plans say of a bare parameter that it has a row for each head (attention sinks).
+            word = self._word(full) or self._word(name)
+            word = {"colwise": "heads", "rowwise": "features"}.get(word or "", word)
+            if word is None:
+                raise self._no_role(full, module, f"a parameter of shape {tuple(parameter.shape)}")
+            self._check_fit(full if self._word(full) else name, parameter, word, _OF_PARAMETERS)
+            if word not in _OF_PARAMETERS:
+                raise self._missing_style(full, word)
+            axis: Axis = "x" if word == "heads" else "y"
+            if word in ("heads", "features"):
+                size = parameter.shape[0 if word == "heads" else -1]
+                if size % self.grid.size(axis):
+                    raise self._does_not_divide(axis, f"the {size} entries of {full}", size)
+            roles.append(Role(full, word, self._why(full) or self._why(name)))
+        return roles
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+
+    def _segments(self, name: str, module: nn.Module, word: str) -> tuple[int, ...] | None:
+        """The widths of the parts that a fused projection's output falls into, if it is fused."""
+        kind = next((kind for pattern, kind in self.family.packed.items() if matches(pattern, name)), None)
+        out = linear_shape(module)[1]
+        if kind is None and (word == "packed_colwise" or name.endswith(".gate_up_proj")):
+            kind = "halves"
+        if kind is None:
+            return None
+        if kind in ("halves", "thirds"):
+            parts = 2 if kind == "halves" else 3
+            return (out // parts,) * parts
+        heads, kv_heads = self.anatomy.heads(name)
+        assert heads
+        assert kv_heads
+        head_dim = out // (heads + 2 * kv_heads)
+        return (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+
+    def _check_linear(self, role: Role, module: nn.Module) -> None:
+        in_features, out_features = linear_shape(module)
+        if role.in_axis is not None and in_features % self.grid.size(role.in_axis):
+            what = f"the {in_features} input features of {role.name}"
+            raise self._does_not_divide(role.in_axis, what, in_features)
+        if role.head:
+            self._check_vocabulary(role.name, out_features)  # which need not divide
+            return
+        if role.replicated_heads or role.out_axis is None:
+            return
+        for width in role.segments or (out_features,):
+            if width % self.grid.size(role.out_axis):
+                what = f"the {width} output features of {role.name}"
+                raise self._does_not_divide(role.out_axis, what, width)
+
+    def _check_vocabulary(self, name: str, rows: int) -> None:
+        """Uneven parts are fine, but each rank needs a row: FSDP2 has no gradient for an empty tensor."""
+        x = self.grid.x
+        if chunk(rows, x, x - 1).start == rows:
+            raise UnsupportedError(
+                f"the {rows} rows of {name} over x={x} leave the last x rank without any; use an x of at most "
+                f"{math.isqrt(rows)}, or a larger vocabulary"
+            )
+
+    def _with_heads(self, role: Role, module: nn.Module) -> Role:
+        """Heads are cut whole: check that they divide, or that key/value heads can be replicated."""
+        x = self.grid.x
+        if role.out_axis != "x" or x == 1 or not self.anatomy.in_attention(role.name):
+            return role
+        parent = role.name.rsplit(".", 1)[0]
+        heads, kv_heads = self.anatomy.heads(role.name)
+        if heads and heads % x:
+            raise self._does_not_divide("x", f"num_attention_heads={heads} of {parent}", heads)
+        if kv_heads and kv_heads % x:
+            separate = SEPARATE_KV.search(role.name) is not None
+            fused = role.segments is not None or not (separate or self._has_separate_kv(parent))
+            if x % kv_heads or fused:
+                why = (
+                    "they are fused with the query heads"
+                    if fused
+                    else f"x is no multiple of {kv_heads} either"
+                )
+                raise self._does_not_divide(
+                    "x",
+                    f"num_key_value_heads={kv_heads} of {parent}",
+                    kv_heads,
+                    f", and they cannot be replicated ({why})",
+                )
+            if separate:
+                out_features = linear_shape(module)[1]
+                if out_features % kv_heads:
+                    raise self._no_role(role.name, module, "key/value heads of unequal size")
+                note = f"{role.why}; {kv_heads} key/value heads, each replicated on {x // kv_heads} x ranks"
+                return replace(role, replicated_heads=kv_heads, why=note)
+        return role
+
+    def _has_separate_kv(self, parent: str) -> bool:
+        return any(
+            n.rsplit(".", 1)[0] == parent and SEPARATE_KV.search(n) for n in self.anatomy.modules if "." in n
+        )
+
+    def _does_not_divide(self, axis: Axis, what: str, size: int, because: str = "") -> UnsupportedError:
+        """The refusal, with a grid of as many ranks that gets past it."""
+        have = self.grid.size(axis)
+        fits = math.gcd(have, size)
+        y = self.grid.y * have // fits
+        # The other ranks go to y if it can take them; z takes any number.
+        to_y = axis == "x" and (self.anatomy.hidden_size is None or self.anatomy.hidden_size % y == 0)
+        rest = f"y={y}" if to_y else f"z={self.grid.z * have // fits}"
+        return UnsupportedError(
+            f"{axis}={have} does not divide {what}{because}; use {'an x' if axis == 'x' else f'a {axis}'} that divides "
+            f"{size}, such as {axis}={fits} with {rest}"
+        )
+
+    # -- what the model says --------------------------------------------------------------------------------------------
+
+    def _word(self, name: str) -> str | None:
+        for roles in (self.given, self.family.roles, self.plan):
+            for pattern, word in roles.items():
+                if matches(pattern, name):
+                    last = name.rsplit(".", 1)[-1]
+                    return LATENT_ATTENTION.get(last, word) if roles is self.plan else word
+        parent = self.anatomy.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
+        if parent is not None and hasattr(parent, "kv_a_proj_with_mqa"):
+            return LATENT_ATTENTION.get(name.rsplit(".", 1)[-1])
+        return None
+
+    def _why(self, name: str) -> str:
+        for roles, why in (
+            (self.given, "given by the user"),
+            (self.family.roles, "the table of families"),
+            (self.plan, "the model's own plan"),
+        ):
+            if any(matches(pattern, name) for pattern in roles):
+                return why
+        return ""
+
+    def _is_norm(self, name: str, module: nn.Module) -> bool:
+        if is_norm(module):
+            return True
+        given = next((word for pattern, word in self.given.items() if matches(pattern, name)), None)
+        return given in ("norm", "norm_x") and set(module._parameters) <= {"weight", "bias"}
+
+    def _holders(self) -> set[str]:
+        """What a role can be given to: modules that hold parameters, norms, and parameters that stand alone."""
+        names = set()
+        for name, module in self.anatomy.modules.items():
+            if isinstance(module, nn.Embedding) or is_linear(module) or self._is_norm(name, module):
+                names.add(name)
+            elif module._parameters:
+                names |= {name, *(f"{name}.{key}" if name else key for key in module._parameters)}
+        return names
+
+    def _check_fit(self, name: str, module: object, word: str | None, fitting: tuple[str, ...]) -> None:
+        """A word of the user's own that says nothing of this kind of module is a mistake, not a reason to refuse."""
+        if word is not None and word not in fitting and any(matches(p, name) for p in self.given):
+            raise ValueError(
+                f"role {word!r} was given for {name}, but does not fit the type {type(module).__name__}; use one of "
+                f"{', '.join(fitting)}"
+            )
+
+    def _check_words(self) -> None:
+        holders = self._holders()
+        for pattern, word in self.given.items():
+            if word not in WORDS:
+                near = difflib.get_close_matches(word, sorted(WORDS), n=1)
+                hint = f"did you mean {near[0]!r}" if near else f"use one of {', '.join(sorted(WORDS))}"
+                raise ValueError(f"role {word!r} of {pattern!r} is not one that Fourfold knows; {hint}")
+            if not any(matches(pattern, name) for name in holders):
+                near = difflib.get_close_matches(pattern, sorted(holders), n=1, cutoff=0.3)
+                hint = (
+                    f"did you mean {near[0]!r}" if near else "dict(model.named_modules()) shows what there is"
+                )
+                everything = (*self.anatomy.modules, *(n for n, _ in self.model.named_parameters()))
+                there = next((name for name in everything if matches(pattern, name)), None)
+                raise ValueError(
+                    f"a role was given for {pattern!r}, but none of the {len(self.anatomy.modules)} modules of "
+                    f"{type(self.model).__name__} has that name; {hint}"
+                    if there is None
+                    else f"a role was given for {pattern!r}, but {there} takes none: roles are for the modules that hold "
+                    f"parameters; {hint}"
+                )
+
+    def _check_styles(self) -> None:
+        """A style of the model's own plan that is not supported is the reason to name, before any module of it."""
+        for pattern, word in self.plan.items():
+            if word not in WORDS and not any(matches(p, pattern) for p in self.given):
+                name = next((n for n in self.anatomy.modules if matches(pattern, n)), None)
+                if name is not None:
+                    raise self._missing_style(name, word)
+
+    def _no_role(self, name: str, module: nn.Module, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{name} ({type(module).__name__}) is {what} for which {type(self.model).__name__} has no role, so how it acts "
+            f"on features cut over y={self.grid.y} and x={self.grid.x} is not known; pass roles={{{name!r}: ...}} if you "
+            "know, or use x=1 and y=1"
+        )
+
+    def _missing_style(self, name: str, word: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{name}: plan style {word!r} is not supported on y={self.grid.y}, x={self.grid.x}; use x=1 and y=1 "
+            "(z and data alone need no roles)"
+        )

@@ -1,0 +1,1 @@
+"""The grid of ranks, its axes, and every collective over them."""

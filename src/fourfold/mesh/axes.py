@@ -1,0 +1,24 @@
+"""The four axes of the grid, outermost first, and the grids that a number of ranks has. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Axis = Literal["data", "z", "y", "x"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+def factorisations(ranks: int) -> list[tuple[int, int, int, int]]:
+    """All grids (data, z, y, x) of this many ranks.
+
+    Example:
+        >>> len(factorisations(8))
+        20
+    """
+
+    def split(n: int, axes: int) -> list[tuple[int, ...]]:
+        if axes == 1:
+            return [(n,)]
+        return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in split(n // d, axes - 1)]
+
+    return [(f[0], f[1], f[2], f[3]) for f in split(ranks, 4)]

@@ -1,0 +1,164 @@
+"""The grid: four named axes (data, z, y, x) over one DeviceMesh, x innermost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# No public call sets the time-out of a group that exists (seen in torch 2.13.0).
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from fourfold.mesh.axes import AXES, Axis, factorisations
+from fourfold.mesh.collectives import Collectives
+from fourfold.mesh.rendezvous import local_device, start_process_group
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a run, arranged as data x z x y x x.
+
+    Rank ``r`` sits at ``r = ((data * Gz + z) * Gy + y) * Gx + x``: neighbours along x are neighbours in rank
+    number, so that the axis that talks most stays inside a node.
+    """
+
+    data: int
+    z: int
+    y: int
+    x: int
+    mesh: DeviceMesh
+    device: torch.device
+    collectives: Collectives = field(repr=False)
+    # The kind of device that decisions are made for: that of ``device``, but in a dry run the one of the cluster.
+    target: str
+
+    @staticmethod
+    def create(
+        shape: tuple[int, int, int, int],
+        *,
+        device_type: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> Grid:
+        """Arrange the running ranks as ``shape = (data, z, y, x)``.
+
+        Works under torchrun and under Slurm's ``srun``; starts ``torch.distributed`` if nobody has: NCCL for CUDA
+        devices, Gloo for CPUs. ``timeout_s`` is set on each axis group, because a mesh's groups do not inherit the
+        one that was given to ``init_process_group``.
+
+        Example:
+            >>> grid = Grid.create((1, 1, 1, 1))  # under torchrun: data * z * y * x = the number of ranks
+            >>> print(grid)
+            (data=1, z=1, y=1, x=1)
+        """
+        sizes = _check_sizes(shape)
+        device = local_device(device_type)
+        if not dist.is_initialized():
+            start_process_group(device, timeout_s)
+        _check_world(sizes, dist.get_world_size())
+        grid = Grid.from_mesh(_mesh(device.type, sizes), device)
+        grid.set_timeout(timeout_s)
+        return grid
+
+    @staticmethod
+    def from_mesh(mesh: DeviceMesh, device: torch.device, *, target: str | None = None) -> Grid:
+        """A grid over a mesh that exists and whose axes are (data, z, y, x)."""
+        if mesh.mesh_dim_names != AXES:
+            raise ValueError(
+                f"a grid needs a mesh with the axes {AXES}, this one has {mesh.mesh_dim_names}; "
+                "pass mesh_dim_names=fourfold.mesh.axes.AXES to init_device_mesh, or use Grid.create"
+            )
+        data, z, y, x = mesh.shape
+        target = target or device.type
+        return Grid(data, z, y, x, mesh, device, Collectives(mesh, target), target)
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long a collective of an axis may take, from now on, before its ranks give up."""
+        for axis in AXES:
+            if self.size(axis) > 1:
+                _set_pg_timeout(timedelta(seconds=seconds), self.mesh.get_group(axis))
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.data, self.z, self.y, self.x)
+
+    def size(self, axis: Axis | None) -> int:
+        """How many ranks an axis has; 1 for no axis."""
+        return 1 if axis is None else self.shape[AXES.index(axis)]
+
+    def coordinate(self, axis: Axis | None) -> int:
+        """Where this rank sits along an axis; 0 for no axis."""
+        return 0 if axis is None else self.mesh.get_local_rank(axis)
+
+    # -- the batch: split over data and z, the same on all x and y ranks ------------------------------------------
+
+    @property
+    def batch_ranks(self) -> int:
+        """Over how many ranks the global batch is split."""
+        return self.data * self.z
+
+    @property
+    def batch_rank(self) -> int:
+        """Which of these parts this rank reads; x and y neighbours read the same."""
+        return self.coordinate("data") * self.z + self.coordinate("z")
+
+    def local_rows(self, global_batch: int) -> slice:
+        """The rows of a global batch that this rank trains on.
+
+        Example:
+            >>> ids = ids[grid.local_rows(len(ids))]
+        """
+        if global_batch < 1 or global_batch % self.batch_ranks:
+            raise ValueError(
+                f"a global batch of {global_batch} sequences does not divide over data*z = {self.data}*{self.z} = "
+                f"{self.batch_ranks}; use a multiple of {self.batch_ranks}, or a grid with a smaller data*z"
+            )
+        rows = global_batch // self.batch_ranks
+        return slice(self.batch_rank * rows, (self.batch_rank + 1) * rows)
+
+    def __str__(self) -> str:
+        return f"(data={self.data}, z={self.z}, y={self.y}, x={self.x})"
+
+
+def _check_sizes(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    if len(shape) != 4:
+        raise ValueError(
+            f"a grid has the 4 axes (data, z, y, x), got {len(shape)} sizes: {tuple(shape)}; "
+            "use 1 for an axis that is not to be cut"
+        )
+    for axis, size in zip(AXES, shape, strict=True):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"axis {axis} of grid {tuple(shape)} has size {size!r}; use a whole number of at least 1"
+            )
+    return shape
+
+
+def _check_world(sizes: tuple[int, int, int, int], world: int) -> None:
+    data, z, y, x = sizes
+    ranks = data * z * y * x
+    if ranks == world:
+        return
+    nearest = min(factorisations(world), key=lambda f: sum(abs(a - b) for a, b in zip(f, sizes, strict=True)))
+    raise ValueError(
+        f"grid data={data} * z={z} * y={y} * x={x} needs {ranks} ranks, but {world} are running; "
+        f"start {ranks} ranks, or use a grid of {world} such as {nearest}"
+    )
+
+
+_meshes: dict[tuple[str, tuple[int, ...]], tuple[object, DeviceMesh]] = {}
+
+
+def _mesh(device_type: str, sizes: tuple[int, int, int, int]) -> DeviceMesh:
+    """The one mesh of these sizes in this world.
+
+    DTensor's caches take equal meshes for the same object and FSDP2 wants the very same one, so a second grid of the
+    same shape shares the first one's mesh, and its process groups.
+    """
+    world, mesh = _meshes.get((device_type, sizes), (None, None))
+    if mesh is None or world is not dist.group.WORLD:
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+        _meshes[device_type, sizes] = (dist.group.WORLD, mesh)
+    return mesh

@@ -1,0 +1,123 @@
+"""Join the world that torchrun or Slurm's srun started."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+# No public call gives the store of the default group (seen in torch 2.13.0).
+from torch.distributed.distributed_c10d import _get_default_store
+
+from fourfold.processes import is_rank
+
+FRESH_STORE = "FOURFOLD_FRESH_STORE"  # set by our own agent: the store is of this attempt alone
+
+
+def local_device(device_type: str | None) -> torch.device:
+    kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+    # Slurm may show each task its own GPU only; then that one is number 0.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_world(device_type: str | None = None, timeout_s: float = 600.0) -> None:
+    """Start ``torch.distributed`` as torchrun or srun say; a process that neither of them started is a world of its own."""
+    device = local_device(device_type)
+    if is_rank():
+        start_process_group(device, timeout_s)
+        return
+    dist.init_process_group(
+        _backend(device),
+        store=HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def keep_ranks(ranks: int, timeout_s: float = 600.0) -> tuple[PrefixStore, bool]:
+    """Go on with the first so many ranks as the world; (a store that all of the old one see, is this one of the new?)."""
+    store, rank = PrefixStore(f"first-{ranks}", _get_default_store()), dist.get_rank()
+    device = local_device(None)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank >= ranks:
+        return store, False
+    os.environ["WORLD_SIZE"] = str(ranks)
+    dist.init_process_group(
+        _backend(device),
+        timeout=timedelta(seconds=timeout_s),
+        store=PrefixStore("world", store),
+        rank=rank,
+        world_size=ranks,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return store, True
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def start_process_group(device: torch.device, timeout_s: float) -> None:
+    """Join the world that torchrun or srun started."""
+    if "RANK" not in os.environ:
+        if "SLURM_PROCID" not in os.environ:
+            raise ValueError(
+                "no world to join: neither RANK (torchrun) nor SLURM_PROCID (srun) is set; "
+                "start with `torchrun --nproc-per-node N script.py` or `srun python script.py`"
+            )
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["WORLD_SIZE"] = _slurm("SLURM_NTASKS")
+        os.environ["LOCAL_RANK"] = _slurm("SLURM_LOCALID")
+        if "MASTER_ADDR" not in os.environ:
+            os.environ["MASTER_ADDR"] = first_host(_slurm("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
+        if "MASTER_PORT" not in os.environ:
+            # Every rank derives the same port from the job's number, and two jobs on a node rarely the same one.
+            os.environ["MASTER_PORT"] = str(20000 + int(_slurm("SLURM_JOB_ID")) % 20000)
+    timeout = timedelta(seconds=timeout_s)
+    device_id = device if device.type == "cuda" else None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or FRESH_STORE in os.environ:
+        dist.init_process_group(_backend(device), timeout=timeout, device_id=device_id)
+        return
+    # torchrun keeps its store over restarts (2.13.0), and in it the addresses of ranks that are dead.
+    store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group(
+        _backend(device), timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id
+    )
+
+
+def _slurm(*names: str) -> str:
+    found = next((os.environ[name] for name in names if name in os.environ), None)
+    if found is None:
+        raise ValueError(
+            f"SLURM_PROCID={os.environ['SLURM_PROCID']} is set, but {' or '.join(names)} is not; start with "
+            "`srun python script.py`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        )
+    return found
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    Example:
+        >>> first_host("nid[001024-001027,001100],login1")
+        'nid001024'
+    """
+    first = re.match(r"((?:[^\[\],]|\[[^\[\]]+\])+)(?:,|$)", nodelist)
+    if first is None:
+        raise ValueError(
+            f"cannot read the first host of Slurm's node list {nodelist!r}; set MASTER_ADDR to its name"
+        )
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[1])

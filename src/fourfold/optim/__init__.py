@@ -1,0 +1,1 @@
+"""Optimizers on sharded parameters, and the clipping of gradients."""

@@ -1,0 +1,54 @@
+"""The norm of the whole gradient, and clipping by it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fourfold.mesh.axes import AXES, Axis
+from fourfold.mesh.grid import Grid
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, grid: Grid) -> Tensor:
+    """Scale all gradients so that their joint norm is at most ``max_norm``; returns the norm before.
+
+    The norm is that of the model in one piece: what several ranks hold as replicas counts once.
+
+    Example:
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+        >>> norm = clip_grad_norm_(model.parameters(), 1.0, grid)
+        >>> float(norm) > 0
+        True
+    """
+    by_replicas: dict[int, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if not isinstance(gradient, DTensor):
+            raise ValueError(
+                f"a gradient of shape {tuple(gradient.shape)} is not on the grid; pass the parameters of a model that "
+                "parallelize() has taken"
+            )
+        replicas = 1
+        for axis, placement in zip(AXES, gradient.placements, strict=True):
+            if axis != "data" and isinstance(placement, Replicate):
+                replicas *= grid.size(axis)
+        by_replicas[replicas].append(gradient.to_local())
+
+    square = torch.zeros((), device=grid.device)
+    for replicas, gradients in by_replicas.items():
+        square += torch.nn.utils.get_total_norm(gradients).float().square() / replicas
+    axes: tuple[Axis, ...] = ("x", "y", "z")
+    for axis in axes:
+        grid.collectives.all_reduce(square, axis, "clip").wait()
+    norm = square.sqrt()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradients in by_replicas.values():
+        torch._foreach_mul_(gradients, scale)
+    return norm

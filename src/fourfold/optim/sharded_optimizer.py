@@ -1,0 +1,88 @@
+"""Optimizers on shards: any element-wise torch optimizer, on this rank's plain tensors instead of the DTensors.
+
+`torch.optim.AdamW(model.parameters())` gives the same numbers, but its first step asks DTensor for the placement of
+every operation on every parameter: on a mesh of four axes that is minutes for a deep model (docs/decisions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fourfold.mesh.axes import AXES
+
+# What works on each number for itself; an optimizer that looks at whole matrices would differ from grid to grid.
+ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
+
+
+def sharded_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """The same optimizer for a parallel model.
+
+    Example:
+        >>> optimizer = on_shards(torch.optim.AdamW)(model.parameters(), lr=3e-4)
+        >>> model(input_ids=ids, labels=ids).loss.backward()
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+    if optimizer_class not in ELEMENTWISE:
+        raise ValueError(
+            f"{optimizer_class.__name__} is not known to work on each number for itself, so on shards it could differ from "
+            f"one process; use one of {', '.join(c.__name__ for c in ELEMENTWISE)}"
+        )
+
+    class OnShards(optimizer_class):  # type: ignore[misc, valid-type]
+        def __init__(self, parameters: Iterable[Any], *positional: Any, **options: Any) -> None:
+            self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+            groups = list(parameters)
+            if groups and isinstance(groups[0], Mapping):
+                local = [{**g, "params": [self._local(p) for p in g["params"]]} for g in groups]
+            else:
+                local = [{"params": [self._local(p) for p in groups]}]
+            super().__init__(local, *positional, **options)
+
+        def _local(self, parameter: nn.Parameter) -> nn.Parameter:
+            if not isinstance(parameter, Tensor):
+                raise ValueError(
+                    f"a parameter is given as a {type(parameter).__name__}; pass model.parameters(), or a list of groups "
+                    "of them ({'params': ..., 'lr': ...})"
+                )
+            if not isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not on the grid; make the optimizer after "
+                    "parallelize(model, grid)"
+                )
+            is_on_grid = parameter.device_mesh.mesh_dim_names == AXES
+            if is_on_grid and isinstance(parameter.placements[AXES.index("z")], Replicate):
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is gathered, as FSDP2 leaves it after a forward without a "
+                    "backward, and would not be trained; make the optimizer before the first forward"
+                )
+            shard = nn.Parameter(
+                cast(DTensor, parameter.detach()).to_local(), requires_grad=parameter.requires_grad
+            )
+            self._pairs.append((parameter, shard))
+            return shard
+
+        def step(self, closure: Any = None) -> Any:
+            if closure is not None:
+                raise ValueError("closures are not supported on shards; call backward, then step()")
+            for parameter, shard in self._pairs:
+                # FSDP2 may have moved the shard into padded storage since the last step.
+                shard.data = cast(DTensor, parameter.detach()).to_local()
+                shard.grad = None if parameter.grad is None else cast(DTensor, parameter.grad).to_local()
+            return super().step()
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none)
+            for parameter, _ in self._pairs:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    OnShards.__name__ = OnShards.__qualname__ = f"{optimizer_class.__name__}OnShards"
+    return OnShards

@@ -1,0 +1,71 @@
+"""Numbers for shards: drawn by the model's own rules, or read from a checkpoint; never a whole tensor."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.hf.init_replay import InitReplay, fill_
+from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.safetensors_reader import CheckpointFiles
+from fourfold.mesh.grid import Grid
+
+
+def _shards(model: nn.Module, layouts: Mapping[str, Layout]) -> list[tuple[Layout, Tensor]]:
+    parameters = dict(model.named_parameters())
+    shards = []
+    for name, layout in layouts.items():
+        parameter = parameters[name]
+        assert isinstance(parameter, DTensor)
+        shards.append((layout, parameter.to_local()))
+    return shards
+
+
+@torch.no_grad()
+def init_shards(
+    model: nn.Module, layouts: Mapping[str, Layout], recipes: Mapping[str, InitReplay], grid: Grid, seed: int
+) -> None:
+    """Draw initial weights that are the same on every grid."""
+    for layout, local in _shards(model, layouts):
+        index = layout.in_hf(layout.shard(grid))
+        fill_(local, recipes[layout.hf_name], index, name=layout.hf_name, seed=seed)
+
+
+@torch.no_grad()
+def load_shards(
+    model: nn.Module, layouts: Mapping[str, Layout], files: CheckpointFiles, grid: Grid
+) -> set[str]:
+    """Read this rank's shards from a Hugging Face checkpoint, only the bytes it needs; what nobody asked for is returned."""
+    unused = files.names()
+    names = files.names()
+    prefix = getattr(model, "base_model_prefix", "")
+    for layout, local in _shards(model, layouts):
+        # Checkpoints of the bare model lack the prefix of the one with a head.
+        stored = next(
+            (n for n in (layout.hf_name, layout.hf_name.removeprefix(f"{prefix}.")) if n in names), None
+        )
+        if stored is None:
+            near = difflib.get_close_matches(layout.hf_name, sorted(names), n=1, cutoff=0.0)
+            raise ValueError(
+                f"{layout.hf_name} is not among the {len(names)} tensors of the checkpoint {files.path}"
+                + (f" (the nearest is {near[0]})" if near else "")
+                + f"; use a checkpoint of {type(model).__name__.removeprefix('FSDP')}, or the model and config.json of "
+                "that checkpoint"
+            )
+        if tuple(files.shape(stored)) != layout.hf_shape:
+            raise ValueError(
+                f"{stored} has shape {tuple(files.shape(stored))} in {files.path}, but {layout.hf_shape} in the model; "
+                "use the config.json of that checkpoint"
+            )
+        files.read_into(stored, local, layout.in_hf(layout.shard(grid)))
+        unused.discard(stored)
+    # Buffers that a state dict keeps are small and whole on each rank.
+    for name, buffer in model.named_buffers():
+        if name in names:
+            files.read_into(name, buffer, tuple(slice(0, size) for size in buffer.shape))
+            unused.discard(name)
+    return unused

@@ -1,0 +1,128 @@
+"""Stock modules on a cut model: they see the part of a parameter, and the number of heads, that their rank works on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.errors import UnsupportedError
+from fourfold.hf.anatomy import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES
+from fourfold.hf.families import Family
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.reductions import GradientAxes, sum_backward
+from fourfold.parallel.wrap import Inside
+from fourfold.weights.api import summed_weight
+
+
+def show_local_parameters(
+    module: nn.Module,
+    gradient_sum: Mapping[str, Callable[[], GradientAxes]],
+    grid: Grid,
+    inside: Inside,
+    name: str,
+) -> None:
+    """Let the model's own code read plain local tensors where the module's parameters are DTensors.
+
+    ``gradient_sum`` names its parameters and, for those that other ranks use for other heads or tokens, the axes over
+    which their gradients are parts of a sum.
+    """
+
+    cls = type(module)
+
+    def reader(key: str, axes: Callable[[], GradientAxes]) -> property:
+        def read(self: nn.Module) -> Tensor | None:
+            parameter = self._parameters[key]
+            # Outside forward (FSDP2, the optimizer, a state dict) the parameter is what it is.
+            if not isinstance(parameter, DTensor) or not inside:
+                return parameter
+            return summed_weight(self, key, axes(), grid, name)
+
+        return property(read)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with inside.entered():  # also where a user calls the module by itself
+            return cls.forward(self, *args, **kwargs)
+
+    members: dict[str, Any] = {key: reader(key, axes) for key, axes in gradient_sum.items()}
+    members |= {"forward": forward, "__module__": cls.__module__}
+    # A subclass for this instance alone: `nn.Module` looks into `_parameters` only where the class has no such name.
+    module.__class__ = type(cls.__name__, (cls,), members)
+
+
+def show_local_heads(
+    module: nn.Module, family: Family, parts: int, which: int, *, replicated_heads: int
+) -> list[str]:
+    """Tell an attention module of its own heads alone, part ``which`` of ``parts``; returns what was changed, in words."""
+    changed = []
+    for name in (*HEAD_ATTRIBUTES, *KV_HEAD_ATTRIBUTES, *family.inner_attributes):
+        value = module.__dict__.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            module.__dict__[name] = max(1, value // parts)
+            changed.append(f"{name} {value} -> {module.__dict__[name]}")
+    if replicated_heads and isinstance(module.__dict__.get("num_key_value_groups"), int):
+        groups = module.__dict__["num_key_value_groups"]
+        # One key/value head is left, and all of this rank's query heads read it.
+        module.__dict__["num_key_value_groups"] = groups * replicated_heads // parts
+        changed.append(f"num_key_value_groups {groups} -> {module.__dict__['num_key_value_groups']}")
+    if family.heads_from_config and hasattr(module, "config"):
+        config = copy.copy(module.config)
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            setattr(config, name, max(1, getattr(config, name) // parts))
+        module.config = config
+        changed.append("config's head counts")
+    if family.head_arguments:
+        module.register_forward_pre_hook(_own_heads(family.head_arguments, parts, which), with_kwargs=True)
+        changed.append(f"argument {', '.join(family.head_arguments)}")
+    return changed
+
+
+def cut_output(module: nn.Module, grid: Grid) -> None:
+    """What a module gives whole is cut over y: each rank takes its own hidden features."""
+
+    def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # Each y rank has the gradient of its own part alone; together they are the whole.
+        whole = sum_backward(output, grid.collectives, "y", "activation")
+        return whole.chunk(grid.y, dim=-1)[grid.coordinate("y")]
+
+    module.register_forward_hook(cut)
+
+
+def forbid(module: nn.Module, name: str, grid: Grid) -> None:
+    """A part of a multimodal model that is not cut must not be used: its features would not fit those of the text."""
+
+    def refuse(*_: Any) -> None:
+        raise UnsupportedError(
+            f"{name} is not part of the language model, and what it gives is not cut over y={grid.y}, x={grid.x}: text "
+            "alone can be trained on this grid; use x=1 and y=1 for other inputs"
+        )
+
+    module.register_forward_pre_hook(refuse)
+
+
+def _own_heads(arguments: Mapping[str, str], parts: int, which: int) -> Any:
+    """A hook that cuts per-head arguments (ALiBi slopes) down to this rank's heads."""
+
+    def cut(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        batch = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)).shape[0]
+        for name, shape in arguments.items():
+            value = kwargs.get(name)
+            if not isinstance(value, Tensor):
+                continue
+            if shape == "batch*heads" and value.ndim == 3:
+                by_head = value.view(batch, -1, *value.shape[1:])
+                kwargs[name] = by_head.chunk(parts, dim=1)[which].flatten(0, 1)
+            elif shape == "heads":
+                kwargs[name] = value.chunk(parts, dim=0)[which]
+            elif (
+                value.ndim > 1 and value.shape[1] > 1
+            ):  # batch and heads apart, unless one slice serves all heads
+                kwargs[name] = value.chunk(parts, dim=1)[which]
+        return args, kwargs
+
+    return cut

@@ -1,0 +1,300 @@
+"""Modules change places: each one that has a role becomes its counterpart on the grid, its parameters DTensors."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fourfold.errors import UnsupportedError
+from fourfold.hf.anatomy import idle_towers, linear_shape
+from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.roles import Role, family_of, matches
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.reductions import GradientAxes
+from fourfold.parallel.dropout import Dropout
+from fourfold.parallel.embedding import Embedding4D
+from fourfold.parallel.linear import FusedLinearGroup, Linear4D
+from fourfold.parallel.local_views import cut_output, forbid, show_local_heads, show_local_parameters
+from fourfold.parallel.norm import Norm4D
+from fourfold.parallel.report import describe
+from fourfold.parallel.sequence import show_whole_shape
+from fourfold.parallel.sequence_roles import SequenceRoles, head_parts
+from fourfold.parallel.wrap import Inside
+from fourfold.weights.overlap import Overlap
+
+
+@dataclass
+class Replaced:
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    by_module: dict[str, list[Layout]] = field(default_factory=lambda: defaultdict(list))
+    notes: list[str] = field(default_factory=list)
+    # The vocabulary's modules, where they are not tied.
+    embedding: nn.Module | None = None
+    head: nn.Module | None = None
+    vocab_size: int | None = None
+    groups: list[FusedLinearGroup] = field(default_factory=list)
+
+
+def replace_modules(
+    model: nn.Module,
+    grid: Grid,
+    roles: list[Role],
+    dropout: Dropout | None,
+    inside: Inside,
+    overlap: Overlap,
+    sequence_roles: SequenceRoles | None = None,
+) -> Replaced:
+    """Give every module of ``roles`` its form on the grid, in place; with ``token_roles`` for token-sharded activations."""
+    return _Swap(model, grid, dropout, inside, overlap, sequence_roles).run(roles)
+
+
+class _Swap:
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        dropout: Dropout | None,
+        inside: Inside,
+        overlap: Overlap,
+        sequence_roles: SequenceRoles | None,
+    ) -> None:
+        self.model, self.grid, self.dropout, self.inside, self.overlap = model, grid, dropout, inside, overlap
+        self.sequence_roles = sequence_roles
+        self.tokens = sequence_roles.tokens if sequence_roles else None
+        self.blocks = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+        self.family = family_of(model)
+        self.out = Replaced()
+        # A tied weight is one parameter in several modules and stays one.
+        self.made: dict[tuple[int, tuple[int, ...]], tuple[nn.Parameter, Layout]] = {}
+        self.siblings: dict[tuple[str, int, Axis | None, Axis | None, bool], FusedLinearGroup] = {}
+
+    def run(self, roles: list[Role]) -> Replaced:
+        tied = self._tied()
+        for role in roles:
+            module, key = self._find(role.name)
+            if key is not None:
+                self._keep(role, module, [key])
+            elif role.in_axis or role.out_axis:
+                self._put(role.name, self._linear(role, module))
+            elif role.word == "embedding_rowwise":
+                self._put(role.name, self._embedding(role, module))
+            elif role.word in ("norm", "norm_x"):
+                self._put(role.name, self._norm(role, module))
+            else:
+                self._keep(role, module, [k for k, p in module._parameters.items() if p is not None])
+            if role.head and not tied:
+                self.out.head = self._find(role.name)[0]
+            if role.word == "embedding_rowwise" and not tied:
+                self.out.embedding = self._find(role.name)[0]
+        self.out.groups = list(self.siblings.values())
+        self._heads(roles)
+        if self.sequence_roles is not None:
+            for name in sorted(self.sequence_roles.attention):
+                by_samples = name in self.sequence_roles.by_samples
+                show_whole_shape(
+                    self.model.get_submodule(name), name, self.sequence_roles.tokens, by_samples=by_samples
+                )
+            self.out.notes += self.sequence_roles.notes
+        for name, module in self.model.named_modules():
+            if self.grid.y > 1 and any(matches(pattern, name) for pattern in self.family.cut_outputs):
+                cut_output(module, self.grid)
+        for tower in idle_towers(self.model) if self.grid.x * self.grid.y > 1 else ():
+            forbid(self.model.get_submodule(tower), tower, self.grid)
+            self.out.notes.append(f"{tower} is idle: on this grid the model trains on text alone")
+        return self.out
+
+    # -- one kind each ----------------------------------------------------------------------------------------------
+
+    def _linear(self, role: Role, module: nn.Module) -> Linear4D:
+        in_features, out_features = linear_shape(module)
+        transposed = isinstance(module, Conv1D)
+        out_dim, in_dim = (1, 0) if transposed else (0, 1)
+        replicated = role.replicated_heads > 0
+        weight_cuts: dict[Axis, int] = {}
+        bias_cuts: dict[Axis, int] = {}
+        if role.in_axis is not None:
+            weight_cuts[role.in_axis] = in_dim
+        if role.out_axis is not None and not replicated:
+            weight_cuts[role.out_axis] = out_dim
+            bias_cuts[role.out_axis] = 0
+        parameters: dict[str, nn.Parameter] = {}
+        start = 0
+        for i, width in enumerate(role.segments or (out_features,)):
+            suffix = f"_{i}" if role.segments else ""
+            for key, cuts, dim in (("weight", weight_cuts, out_dim), ("bias", bias_cuts, 0)):
+                source = getattr(module, key, None)
+                if source is None:
+                    continue
+                layout = Layout.whole(f"{role.name}.{key}", source, cuts)
+                layout = Layout.rows(layout, dim, start, width)
+                parameters[key + suffix] = self._parameter(role.name, key + suffix, source, layout)
+            start += width
+        kept = None
+        if replicated:
+            kept = self._kept_rows(role, out_features)
+        shared_columns = 0
+        if role.word == "mla_kv_a_proj":
+            parent, _ = self._find(role.name.rsplit(".", 1)[0])
+            shared_columns = int(parent.qk_rope_head_dim)  # type: ignore[arg-type]
+        if role.head:
+            self.out.vocab_size = out_features
+        return Linear4D(
+            role.name,
+            parameters,
+            self._group(role, in_features, transposed),
+            transposed=transposed,
+            in_features=in_features,
+            out_features=out_features,
+            kept_rows=kept,
+            shared_columns=shared_columns,
+            # Behind the head there is only the loss.
+            dropout=None if role.head else self.dropout,
+            cuts=self.sequence_roles.cuts[role.name] if self.sequence_roles else None,
+            head=role.head,
+        )
+
+    def _kept_rows(self, role: Role, out_features: int) -> slice:
+        """The one key/value head that this x rank's query heads attend to."""
+        head = self.grid.coordinate("x") * role.replicated_heads // self.grid.x
+        width = out_features // role.replicated_heads
+        return slice(head * width, (head + 1) * width)
+
+    def _group(self, role: Role, in_features: int, transposed: bool) -> FusedLinearGroup:
+        parent = role.name.rsplit(".", 1)[0] if "." in role.name else ""
+        key = (parent, in_features, role.in_axis, role.out_axis, transposed)
+        if key not in self.siblings:
+            self.siblings[key] = FusedLinearGroup(
+                self.grid, role.in_axis, role.out_axis, self.overlap, self.tokens
+            )
+        return self.siblings[key]
+
+    def _embedding(self, role: Role, module: nn.Module) -> Embedding4D:
+        assert isinstance(module, nn.Embedding)
+        layout = Layout.whole(f"{role.name}.weight", module.weight, {"x": 0, "y": 1})
+        if not self.out.vocab_size:
+            self.out.vocab_size = module.num_embeddings
+        scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
+        return Embedding4D(
+            role.name,
+            self._parameter(role.name, "weight", module.weight, layout),
+            self.grid,
+            padding_idx=module.padding_idx,
+            scale=None if scale is None else float(scale),
+            dropout=self.dropout,
+            tokens=self.tokens,
+        )
+
+    def _norm(self, role: Role, module: nn.Module) -> Norm4D:
+        assert role.formula is not None
+        axis: Axis = "y" if role.word == "norm" else "x"
+        made: dict[str, nn.Parameter | None] = {"weight": None, "bias": None}
+        for key in made:
+            source = getattr(module, key, None)
+            if source is not None:
+                layout = Layout.whole(f"{role.name}.{key}", source, {axis: 0})
+                made[key] = self._parameter(role.name, key, source, layout)
+        outside = not any(role.name.startswith(f"{block}.") for block in self.blocks)
+        return Norm4D(
+            role.name,
+            role.formula,
+            role.features,
+            made["weight"],
+            made["bias"],
+            self.grid,
+            axis,
+            gradient_axes=self._gradient_axes(role),
+            tokens=self.tokens if outside else None,
+        )
+
+    def _gradient_axes(self, role: Role) -> Callable[[], GradientAxes]:
+        """Over which axes the ranks' gradients of a parameter are parts of a sum."""
+        if self.sequence_roles is not None:
+            return self.sequence_roles.gradient_axes[role.name]
+        return functools.partial(
+            GradientAxes, ("x",) if role.word == "replicated_with_grad_allreduce" else ()
+        )
+
+    def _keep(self, role: Role, module: nn.Module, keys: list[str]) -> None:
+        """The module stays what it is and sees its rank's part of these parameters."""
+        summed: dict[str, Callable[[], GradientAxes]] = {}
+        prefix = role.name if self._find(role.name)[1] is None else role.name.rpartition(".")[0]
+        for key in keys:
+            source = module._parameters[key]
+            assert source is not None
+            cuts: dict[Axis, int] = {}
+            if role.word == "heads":
+                cuts["x"] = 0
+            elif role.word in ("features", "embedding_colwise"):
+                cuts["y"] = source.ndim - 1
+            summed[key] = self._gradient_axes(role)
+            name = f"{prefix}.{key}" if prefix else key
+            layout = Layout.whole(name, source, cuts)
+            module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
+        show_local_parameters(module, summed, self.grid, self.inside, role.name)
+
+    def _heads(self, roles: list[Role]) -> None:
+        """Attention modules learn how many heads are theirs."""
+        attention: dict[str, int] = {}
+        for role in roles:
+            if role.out_axis == "x" and not role.head and "." in role.name:
+                parent = role.name.rsplit(".", 1)[0]
+                if (
+                    "attention" in type(self._find(parent)[0]).__name__.lower()
+                    or "attn" in parent.rsplit(".", 1)[-1]
+                ):
+                    attention[parent] = (
+                        attention.get(parent, 0) or role.replicated_heads or self._shared(role)
+                    )
+        notes: dict[str, int] = defaultdict(int)
+        for name, replicated in attention.items():
+            module, _ = self._find(name)
+            cut = head_parts(name, self.sequence_roles, self.grid)
+            for change in show_local_heads(module, self.family, *cut, replicated_heads=replicated):
+                notes[f"{type(module).__name__}: {change}"] += 1
+        self.out.notes += [f"{note} ({count} modules)" for note, count in notes.items()]
+
+    def _shared(self, role: Role) -> int:
+        """How many key/value heads there are, where several y ranks use one."""
+        cuts = self.sequence_roles.cuts[role.name] if self.sequence_roles else None
+        return 0 if cuts is None or cuts.used_columns is None else cuts.kv_heads
+
+    # -- parameters and places ----------------------------------------------------------------------------------------
+
+    def _parameter(
+        self, module_name: str, key: str, source: Tensor, layout: Layout, row: str | None = None
+    ) -> nn.Parameter:
+        self.out.by_module[row or module_name].append(layout)
+        memo = (id(source), layout.start)
+        if memo not in self.made:
+            self.made[memo] = (layout.parameter(source, self.grid), layout)
+            self.out.layouts[f"{module_name}.{key}" if module_name else key] = layout
+        parameter, first = self.made[memo]
+        if first.cuts != layout.cuts:
+            raise UnsupportedError(
+                f"{layout.hf_name} is tied to {first.hf_name}, but their roles cut it differently ({describe([layout])}, "
+                f"and {describe([first])}); give both the same role, or untie them"
+            )
+        return parameter
+
+    def _find(self, name: str) -> tuple[nn.Module, str | None]:
+        """A module by its name, or the module that holds a parameter and the parameter's key."""
+        try:
+            return self.model.get_submodule(name), None
+        except AttributeError:
+            parent, _, key = name.rpartition(".")
+            return self.model.get_submodule(parent), key
+
+    def _put(self, name: str, module: nn.Module) -> None:
+        parent, _, key = name.rpartition(".")
+        self.model.get_submodule(parent).register_module(key, module)
+
+    def _tied(self) -> bool:
+        """Does any parameter belong to two modules?"""
+        held = [p for m in self.model.modules() for p in m._parameters.values() if p is not None]
+        return len({id(p) for p in held}) < len(held)

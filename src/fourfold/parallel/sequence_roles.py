@@ -1,0 +1,219 @@
+"""What each module does where activations are cut over both tensor axes, and what stands in the way of it.
+
+Outside attention all work between linears is done token by token, so that a linear may leave any part of the tokens on
+a rank. Attention needs whole sequences; it works on 1/(x*y) of the heads, or, where those do not divide, on 1/x of the heads
+and 1/y of the samples; and where these do not divide either, on all of them on each y rank. The report says which.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from fourfold.errors import UnsupportedError
+from fourfold.hf.anatomy import Anatomy, linear_shape
+from fourfold.hf.roles import SEPARATE_KV, Role, family_of
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.reductions import GradientAxes
+from fourfold.parallel.sequence import Cuts, SummedBySamples, Tokens
+
+# Words for parameters inside attention that are the same on all y ranks.
+_WHOLE_ON_Y = {"norm_x", "heads", "replicated_with_grad_allreduce"}
+_NOT_BY_TOKENS = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
+
+
+@dataclass
+class SequenceRoles:
+    """What `swap.py` needs to know."""
+
+    tokens: Tokens
+    # Linears by name.
+    cuts: dict[str, Cuts] = field(default_factory=dict)
+    # Over which axes the gradient of a parameter is a sum of the ranks' parts, by the module or parameter of its role.
+    gradient_axes: dict[str, Callable[[], GradientAxes]] = field(default_factory=dict)
+    # Attention modules whose heads are cut over y as well.
+    by_heads: set[str] = field(default_factory=set)
+    # And those whose samples are, in a batch where they divide.
+    by_samples: set[str] = field(default_factory=set)
+    attention: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> SequenceRoles:
+    """Raises `UnsupportedError` where activations cannot be cut by their tokens."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    anatomy = Anatomy(model)
+    if anatomy.embedding is None or anatomy.head is None or not hasattr(model, "loss_function"):
+        raise UnsupportedError(
+            f"{name} is no Hugging Face causal LM with an embedding and a head, between which tokens could be cut over "
+            f"x={grid.x} and y={grid.y}; use activations='replicated'"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{name} has an encoder and a decoder, with other tokens each, and they are cut over x={grid.x} and y={grid.y} "
+            f"for one batch of tokens only{_code(model.modules(), 'encoder')}; use activations='replicated'"
+        )
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise UnsupportedError(
+            f"{name}.gradient_checkpointing_enable() was called: its blocks would compute again without knowing of which batch the "
+            f"tokens are that x={grid.x} and y={grid.y} cut; use activation_checkpointing='full' instead, or "
+            "activations='replicated'"
+        )
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    if not any(r.word == "norm" and not any(r.name.startswith(f"{n}.") for n in lists) for r in roles):
+        owners, own = [n.rpartition(".")[0] for n in lists], [n.rpartition(".")[2] for n in lists]
+        raise UnsupportedError(
+            f"{name} has no norm behind its last block, at which tokens that are cut over x={grid.x} and y={grid.y} would get their "
+            f"places in the batch back{_code(map(anatomy.modules.get, owners), *own)}; use activations='replicated'"
+        )
+    for role in roles:
+        if role.word in _NOT_BY_TOKENS:
+            parent, _, child = role.name.rpartition(".")
+            raise UnsupportedError(
+                f"{role.name} has the role {role.word!r}, whose output is whole on each rank and not cut by its tokens over "
+                f"x={grid.x} and y={grid.y}{_code([anatomy.modules.get(parent)], child)}; use activations='replicated'"
+            )
+    out = SequenceRoles(Tokens(grid))
+    inside: dict[str, list[Role]] = {}
+    for role in roles:
+        parent = role.name.rpartition(".")[0]
+        if anatomy.in_attention(role.name) or "attn" in parent.rpartition(".")[2]:
+            inside.setdefault(parent, []).append(role)
+    whole: dict[str, int] = {}
+    for parent, members in inside.items():
+        if not any(r.out_axis == "x" for r in members):
+            continue
+        out.attention.add(parent)
+        why = _why_whole(anatomy, parent, members, grid)
+        if why is None:
+            out.by_heads.add(parent)
+        else:
+            whole[why] = whole.get(why, 0) + 1
+    # Arguments with a part for each head, such as slopes, have one for each sample and head.
+    samples_too = not family_of(model).head_arguments
+    if samples_too:
+        out.by_samples = out.attention - out.by_heads
+        out.tokens.cuts_samples = bool(out.by_samples)
+    cut = (
+        f"over y={grid.y} by samples, where those divide"
+        if samples_too
+        else f"on each of the {grid.y} y ranks"
+    )
+    out.notes += [
+        f"attention's core is computed {cut}: {why} ({count} modules)" for why, count in whole.items()
+    ]
+    for role in roles:
+        if role.in_axis is not None:
+            out.cuts[role.name] = _cuts(role, anatomy, out, grid)
+        axes = tuple(a for a in _gradient_axes(role, out) if grid.size(a) > 1)
+        # Of those inside attention that y does not cut; with other samples each y rank has a part of their gradient.
+        by_samples = _inside(role, out.by_samples) and role.word in _WHOLE_ON_Y
+        out.gradient_axes[role.name] = (
+            SummedBySamples(axes, out.tokens) if by_samples else functools.partial(GradientAxes, axes)
+        )
+    return out
+
+
+def _code(owners: Iterable[nn.Module | None], *children: str) -> str:
+    """Where one of them uses one of its children: the line that stands in the way."""
+    for owner in filter(None, owners):
+        try:
+            lines, first = inspect.getsourcelines(type(owner).forward)
+        except (OSError, TypeError):  # made without a file
+            continue
+        for number, line in enumerate(lines, first):
+            if any(re.search(rf"self\.{child}\b", line) for child in children):
+                file = Path(inspect.getsourcefile(type(owner)) or "").name
+                return f" ({file}:{number}: {line.strip()})"
+    return ""
+
+
+def _why_whole(anatomy: Anatomy, parent: str, members: Sequence[Role], grid: Grid) -> str | None:
+    """Why an attention's heads cannot be cut over y as well; None if they can."""
+    parts = grid.x * grid.y
+    if grid.y == 1:
+        return None
+    first = next(r for r in members if r.out_axis == "x")
+    heads, kv_heads = anatomy.heads(first.name)
+    kv_heads = kv_heads or heads
+    if not heads or not kv_heads:
+        return "its number of heads is not known"
+    if heads % parts:
+        return f"x*y={parts} does not divide its {heads} heads"
+    if kv_heads % parts and parts % kv_heads:
+        return f"x*y={parts} neither divides its {kv_heads} key/value heads nor is a multiple of them"
+    for role in members:
+        if role.word in ("norm_x", "heads"):
+            return f"{role.name.rpartition('.')[2]} looks at the heads of a whole x rank"
+        module = anatomy.modules.get(role.name)
+        if role.in_axis is None or module is None:
+            continue
+        in_features, out_features = linear_shape(module)
+        shared = kv_heads % parts != 0 and SEPARATE_KV.search(role.name) is not None
+        if kv_heads % parts and role.segments is not None:
+            return f"its {kv_heads} key/value heads are fused with the query heads"
+        if role.out_axis == "x" and not shared:
+            uneven = next((w for w in role.segments or (out_features,) if w % parts), None)
+            if uneven is not None:
+                return f"x*y={parts} does not divide the {uneven} output features of {role.name.rpartition('.')[2]}"
+        if role.out_axis == "y" and in_features % parts:
+            return f"x*y={parts} does not divide the {in_features} input features of {role.name.rpartition('.')[2]}"
+    separate = any(SEPARATE_KV.search(r.name) for r in members)
+    if kv_heads % parts and not separate:
+        return f"its {kv_heads} key/value heads are fused with the query heads"
+    return None
+
+
+def _cuts(role: Role, anatomy: Anatomy, out: SequenceRoles, grid: Grid) -> Cuts:
+    parent = role.name.rpartition(".")[0]
+    if parent not in out.attention:
+        return Cuts("tokens", "tokens")
+    by_heads = parent in out.by_heads
+    if role.out_axis == "y":
+        return Cuts("features" if by_heads else "whole", "tokens", by_samples=parent in out.by_samples)
+    if not by_heads:
+        return Cuts("tokens", "whole", by_samples=parent in out.by_samples)
+    heads, kv_heads = anatomy.heads(role.name)
+    assert heads
+    kv_heads = kv_heads or heads
+    if kv_heads % (grid.x * grid.y) == 0 or SEPARATE_KV.search(role.name) is None:
+        return Cuts("tokens", "features")
+    # The key/value heads of this x rank are fewer than its y ranks: each of these uses one.
+    here = max(1, kv_heads // grid.x)
+    width = linear_shape(anatomy.modules[role.name])[1] // kv_heads
+    used = grid.coordinate("y") * here // grid.y
+    return Cuts("tokens", "whole", slice(used * width, (used + 1) * width), kv_heads)
+
+
+def _gradient_axes(role: Role, out: SequenceRoles) -> tuple[Axis, ...]:
+    """Over which axes other ranks use the same numbers of a parameter, for other tokens or heads."""
+    in_attention, by_heads = _inside(role, out.attention), _inside(role, out.by_heads)
+    match role.word:
+        case "norm" | "features" | "embedding_colwise":
+            return ("x",)
+        case "norm_x" | "heads":
+            return () if in_attention else ("y",)
+        case "replicated_with_grad_allreduce":
+            return ("x",) if in_attention and not by_heads else ("x", "y")
+    return ()
+
+
+def _inside(role: Role, modules: set[str]) -> bool:
+    parent = role.name.rpartition(".")[0]
+    return any(parent == name or parent.startswith(f"{name}.") for name in modules)
+
+
+def head_parts(name: str, roles: SequenceRoles | None, grid: Grid) -> tuple[int, int]:
+    """(into how many parts the heads of an attention are cut, which of them is this rank's)."""
+    if roles is None or name not in roles.by_heads:
+        return grid.x, grid.coordinate("x")
+    return math.prod((grid.x, grid.y)), grid.coordinate("x") * grid.y + grid.coordinate("y")

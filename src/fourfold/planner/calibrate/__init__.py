@@ -1,0 +1,1 @@
+"""Measure a cluster for the planner."""

@@ -1,0 +1,184 @@
+"""From measurements to the parameters of the cost model, with how far the model is from each measurement."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from fourfold.planner.calibrate.reference import Case, Listed
+from fourfold.planner.cost.collective import collective_s, place
+from fourfold.planner.cost.compute import operation_s
+from fourfold.planner.inputs.cluster import Cluster, Library, Links
+from fourfold.planner.inputs.measured import CollectiveTimes, Measured, PhaseCost, spread
+
+
+class Parameter(NamedTuple):
+    """A fitted number and the range between the quartiles of what it was fitted to."""
+
+    name: str
+    value: float
+    spread: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far the fitted formulas are from a measurement."""
+
+    what: str
+    measured_s: float
+    formula_s: float
+
+    @property
+    def error(self) -> float:
+        return self.formula_s / self.measured_s - 1
+
+
+def fit_links(
+    series: Sequence[CollectiveTimes], devices_per_node: int, library: Library
+) -> tuple[Links, Library, list[Parameter]]:
+    """Bandwidths from the largest sizes, latencies from the smallest ones.
+
+    A link has the rate that the best kind of collective reaches at a position; reduce-scatters that reach less have a
+    factor. A link that no collective used (one node alone, one device a node) takes the other's figure.
+    """
+    reached: dict[tuple[int, int], dict[str, float]] = {}
+    rows, latencies_s = [], []
+    for times in series:
+        at = place(times.ranks, times.inner_ranks, devices_per_node)
+        passes = 2 if times.kind == "all_reduce" else 1
+        if len(times.seconds) > 1:
+            # The steepest way to the largest one. A smaller payload that was disturbed makes its own way flatter, which would
+            # be a faster link; one that was not is enough.
+            *smaller, (most, most_s) = zip(times.payload_bytes, times.seconds, strict=True)
+            slope = max((most_s - seconds) / (most - size) for size, seconds in smaller)
+            if slope > 0:
+                gbps = passes * (at.ranks - 1) / at.ranks / slope / 1e9
+                reached.setdefault((times.ranks, times.inner_ranks), {})[times.kind] = gbps
+        rows.append([1.0, passes * (at.ranks - at.nodes), passes * (at.nodes - 1)])
+        latencies_s.append(times.seconds[0])
+    inside, between, factors = [], [], [1.0]
+    for (ranks, inner), of_kinds in reached.items():
+        best = max(of_kinds.values())
+        if place(ranks, inner, devices_per_node).nodes > 1:
+            between.append(best * min(devices_per_node, inner))
+        else:
+            inside.append(best)
+        if "reduce_scatter" in of_kinds:
+            factors.append(best / of_kinds["reduce_scatter"])
+    inside, between = inside or between, between or inside
+    if not inside:
+        raise ValueError(
+            f"{len(series)} series of collectives show no bandwidth: times do not grow with sizes; give more time, or use at "
+            "least 2 ranks"
+        )
+    base, hop, net_hop = least_squares(rows, latencies_s)
+    device_gbps, node_gbps = statistics.median(inside), statistics.median(between)
+    links = Links(devices_per_node, device_gbps, node_gbps)
+    # What was reached is what there is: the shares of a data sheet's figures are 1.
+    fitted = replace(
+        library,
+        base_us=base * 1e6,
+        hop_us=hop * 1e6,
+        net_hop_us=net_hop * 1e6,
+        small_base_us=base * 1e6,
+        small_hop_us=hop * 1e6,
+        small_net_hop_us=net_hop * 1e6,
+        device_share=1.0,
+        node_share=1.0,
+        reduce_scatter_factor=statistics.median(factors),
+    )
+    smallest_us = [s * 1e6 for s in latencies_s]
+    return (
+        links,
+        fitted,
+        [
+            Parameter("device_gbps", device_gbps, spread(inside), "GB/s inside a node"),
+            Parameter("node_gbps", node_gbps, spread(between), "GB/s out of a node"),
+            Parameter("base_us", base * 1e6, spread(smallest_us), "us, any collective"),
+            Parameter("hop_us", hop * 1e6, 0.0, "us, each hop inside a node"),
+            Parameter("net_hop_us", net_hop * 1e6, 0.0, "us, each hop between nodes"),
+        ],
+    )
+
+
+def fit_phases(
+    cases: Sequence[tuple[Case, Mapping[str, Listed], Mapping[str, float]]], cluster: Cluster
+) -> tuple[tuple[PhaseCost, ...], list[Deviation]]:
+    """What operators, collectives' starts and bytes cost in each phase, so that the reference steps take what they took."""
+    without = replace(cluster, measured=replace(cluster.measured, phases=_NOTHING))
+    costs = []
+    for phase in cases[0][1]:
+        rows, rest_s = [], []
+        for _, listed, seconds in cases:
+            operations = listed[phase].operations
+            known_s = sum(operation_s(o, without) for o in operations if o.work != "memory")
+            moved = sum(o.bytes_moved for o in operations if o.work == "memory" and "empty" not in o.name)
+            # Relative to what was measured, so that a short phase counts as much as a long one.
+            scale = 1 / seconds[phase]
+            rows.append([len(operations) * scale, listed[phase].starts * scale, moved / 1e9 * scale])
+            rest_s.append(max(0.0, seconds[phase] - known_s) * scale)
+        operator_s, start_s, gigabyte_s = least_squares(rows, rest_s)
+        costs.append(
+            PhaseCost(phase, operator_s * 1e6, start_s * 1e6, 1 / gigabyte_s if gigabyte_s > 0 else _ENDLESS)
+        )
+    phases = tuple(costs)
+    fitted = replace(cluster, measured=replace(cluster.measured, phases=phases))
+    deviations = []
+    for case, listed, seconds in cases:
+        formula_s = sum(
+            sum(operation_s(o, fitted) for o in part.operations) + part.starts * cost.start_us * 1e-6
+            for cost, part in zip(phases, listed.values(), strict=True)
+        )
+        name = f"reference step, grid {case.shape}, {case.sequences} x {case.length} tokens, hidden {case.hidden}"
+        deviations.append(Deviation(name, sum(seconds.values()), formula_s))
+    return phases, deviations
+
+
+_ENDLESS = 1e6  # GB/s, where bytes explain nothing
+_NOTHING = tuple(
+    PhaseCost(phase, 0.0, 0.0, _ENDLESS) for phase in ("forward", "backward", "clip", "optimizer")
+)
+
+
+def collective_deviations(cluster: Cluster) -> list[Deviation]:
+    """The formulas with the fitted parameters against every collective that was measured."""
+    formulas = replace(cluster, measured=Measured())
+    return [
+        Deviation(
+            f"{t.kind} of {size / 1024:,.0f} KiB over {t.ranks} ranks, {t.inner_ranks} apart",
+            seconds,
+            collective_s(t.kind, size, t.ranks, t.inner_ranks, formulas),  # type: ignore[arg-type]
+        )
+        for t in cluster.measured.collectives
+        for size, seconds in zip(t.payload_bytes, t.seconds, strict=True)
+    ]
+
+
+def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """The coefficients, none below 0, that come nearest to the values: the best of all choices of which are 0.
+
+    Example:
+        >>> [round(c, 6) for c in least_squares([[1, 0], [1, 1], [1, 2]], [1, 3, 5])]
+        [1.0, 2.0]
+        >>> [round(c, 6) for c in least_squares([[1, 0], [1, 1], [1, 2]], [5, 3, 1])]  # no rise: a constant alone
+        [3.0, 0.0]
+    """
+    a, b = np.array(rows, dtype=float), np.array(values, dtype=float)
+    columns = a.shape[1]
+    best, least = np.zeros(columns), float(b @ b)
+    for count in range(1, columns + 1):
+        for chosen in itertools.combinations(range(columns), count):
+            found, *_ = np.linalg.lstsq(a[:, chosen], b, rcond=None)
+            if (found < 0).any():
+                continue
+            off = a[:, chosen] @ found - b
+            if float(off @ off) < least * (1 - 1e-9):
+                best, least = np.zeros(columns), float(off @ off)
+                best[list(chosen)] = found
+    return [float(c) for c in best]

@@ -1,0 +1,282 @@
+"""What calibration measures on the ranks: collectives, operators, and both at the same time.
+
+Every rank runs this, all at once, as in a training step: what ranks share (a node's link, a CPU's cores) is in the
+figures. Collectives are those of the engine, through its own account; their time is that of the slowest rank. Operators
+on CPU are timed by what the kernel says that a core worked for them, times the ranks to a core (`crowding`): by the clock
+they would vary with who has his turn when.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fourfold.mesh.clock import clock_of
+from fourfold.mesh.collectives import Collectives, Kind, Pending
+from fourfold.planner.inputs.measured import spread
+from fourfold.planner.search import divisors
+
+KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+_LEAST, _MOST = 3, 15  # repetitions
+# Short calls are repeated within a repetition until it is at least so long: many time slices, where ranks share cores.
+_CALLS_S = 0.1
+_ON_CORE, _ON_CORE_S = 5, 0.02  # the same by the time on a core, which needs less of it
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds over repetitions."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread_s(self) -> float:
+        """The range between the quartiles."""
+        return spread(self.seconds)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Until when there may be new measurements: until the first rank's time is up."""
+
+    until_s: float
+
+    @staticmethod
+    def of(seconds: float) -> Budget:
+        return Budget(time.monotonic() + seconds)
+
+    def is_spent(self) -> bool:
+        return bool(_agreed(time.monotonic() > self.until_s, dist.ReduceOp.MAX))
+
+
+def positions(world: int) -> list[tuple[int, int]]:
+    """(ranks, inner ranks) of every axis that a grid of ``world`` ranks can have.
+
+    Example:
+        >>> positions(4)
+        [(2, 1), (2, 2), (4, 1)]
+    """
+    sizes = divisors(world)
+    return [(r, i) for r in sizes if r > 1 for i in sizes if world % (r * i) == 0]
+
+
+class Probe:
+    """The measurements of one world that is joined already."""
+
+    def __init__(self, device: torch.device, *, repetition_s: float = 0.6) -> None:
+        self.device = device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._clock = clock_of(device.type)
+        self._repetition_s = repetition_s  # for all repetitions of one measurement
+        self._groups: dict[tuple[int, int], Collectives] = {}
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def timed(self, work: Callable[[], Any]) -> float:
+        """Seconds until the slowest rank has done it."""
+        dist.barrier()
+        start = self._clock.mark()
+        work()
+        return _agreed(self._clock.elapsed_s(start, self._clock.mark()), dist.ReduceOp.MAX)
+
+    def repeated(self, work: Callable[[], Any]) -> Timing:
+        """One call of ``work``, timed as often as there is time for; the first call warms up."""
+        self.timed(work)
+        once_s = max(self.timed(work), 1e-6)
+        calls = max(1, min(2000, round(_CALLS_S / once_s)))
+        times = max(_LEAST, min(_MOST, int(self._repetition_s / (calls * once_s))))
+
+        def several() -> None:
+            for _ in range(calls):
+                work()
+
+        return Timing(tuple(self.timed(several) / calls for _ in range(times)))
+
+    def operator(self, work: Callable[[], Any]) -> Timing:
+        """One call of ``work`` with all ranks at it."""
+        if self.device.type == "cuda":
+            return self.repeated(work)
+        work()
+        calls = max(1, min(2000, round(_ON_CORE_S / max(self._on_core_s(work, 1), 1e-6))))
+        return Timing(tuple(self._on_core_s(work, calls) * self.crowding for _ in range(_ON_CORE)))
+
+    @functools.cached_property
+    def crowding(self) -> float:
+        """Ranks to a core: how much longer by the clock than on a core all ranks need when all have work."""
+        if self.device.type == "cuda":
+            return 1.0
+        multiply = self.matmul(128, 128, 128)
+        on_core_s = by_clock_s = 0.0
+        dist.barrier()
+        until_s = time.perf_counter() + 2 * _CROWDING_S
+        while by_clock_s < _CROWDING_S and time.perf_counter() < until_s:
+            start_s, busy_s = time.perf_counter(), time.process_time()
+            for _ in range(100):
+                multiply()
+            by_clock_s += time.perf_counter() - start_s
+            on_core_s += time.process_time() - busy_s
+        mean = _agreed(by_clock_s / on_core_s, dist.ReduceOp.SUM) / dist.get_world_size()
+        return max(1.0, mean)
+
+    def _on_core_s(self, work: Callable[[], Any], calls: int) -> float:
+        """Seconds of a core for one call, the mean over ranks."""
+        dist.barrier()
+        start_s = time.process_time()
+        for _ in range(calls):
+            work()
+        taken_s = (time.process_time() - start_s) / calls
+        return _agreed(taken_s, dist.ReduceOp.SUM) / dist.get_world_size()
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def collective(
+        self, kind: Kind, payload_bytes: int, ranks: int, inner_ranks: int
+    ) -> Callable[[], Pending]:
+        """What starts one, on tensors of its own, over the group that this rank has at a position of an axis."""
+        group = self._group(ranks, inner_ranks)
+        numel = max(1, payload_bytes // (ranks * self.dtype.itemsize)) * ranks
+        whole, part = self._zeros(numel), self._zeros(numel // ranks)
+        if kind == "all_reduce":
+            return lambda: group.all_reduce(whole, "z", "check")
+        if kind == "all_gather":
+            return lambda: group.all_gather(whole, part, "z", "check")
+        return lambda: group.reduce_scatter(part, whole, "z", "check")
+
+    def _group(self, ranks: int, inner_ranks: int) -> Collectives:
+        """All groups of a position are made at once; this rank's, as the z axis of a mesh of one axis."""
+        key = (ranks, inner_ranks)
+        if key not in self._groups:
+            members = [
+                [outer + inner + i * inner_ranks for i in range(ranks)]
+                for outer in range(0, dist.get_world_size(), ranks * inner_ranks)
+                for inner in range(inner_ranks)
+            ]
+            group, _ = dist.new_subgroups_by_enumeration(members)
+            assert group is not None  # every rank is in one
+            mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("z",))
+            self._groups[key] = Collectives(mesh, self.device.type)
+        return self._groups[key]
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def matmul(self, m: int, n: int, k: int) -> Callable[[], None]:
+        """The three products that training makes of one linear, each of these sizes: forward and both gradients."""
+        left, right = self._noise(m, k), self._noise(k, n)
+        right_t, left_t = self._noise(n, k), self._noise(k, m)
+
+        def products() -> None:
+            left @ right_t.T
+            left @ right
+            left_t.T @ right
+
+        return products
+
+    def attention(
+        self, sequences: int, heads: int, length: int, head_dim: int
+    ) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """(forward, forward and backward) of causal attention."""
+        q, k, v = (self._noise(sequences, heads, length, head_dim).requires_grad_() for _ in range(3))
+
+        def forward() -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def both() -> None:
+            out = forward()
+            torch.autograd.grad(out, (q, k, v), out.detach())
+
+        return forward, both
+
+    def elementwise(self, numel: int) -> Callable[[], Tensor]:
+        """Reads two tensors and writes a third."""
+        a, b = self._noise(numel), self._noise(numel)
+        return lambda: a + b
+
+    # -- both at once -------------------------------------------------------------------------------------------------
+
+    def together(self, payload_bytes: int, ranks: int, inner_ranks: int) -> tuple[float, float]:
+        """How much longer (computation, communication) takes while there is the other: `slow_downs` of three times."""
+        start = self.collective("all_reduce", payload_bytes, ranks, inner_ranks)
+        multiply = self.matmul(64, 64, 64)  # short, so that the end of a collective is seen soon
+        one_s, once_s = self.repeated(lambda: start().wait()).median_s, self.operator(multiply).median_s
+        flights = max(4, math.ceil(_TOGETHER_S / one_s))
+        products = max(1, round(flights * one_s / once_s))
+
+        def communicate() -> None:
+            for pending in [start() for _ in range(flights)]:
+                pending.wait()
+
+        def compute() -> None:
+            for _ in range(products):
+                multiply()
+
+        def both() -> tuple[float, float]:
+            dist.barrier()
+            begin = self._clock.mark()
+            under_way = [start() for _ in range(flights)]
+            landed = None
+            for _ in range(products):
+                multiply()
+                if landed is None and under_way[-1].is_done():
+                    landed = self._clock.mark()
+            computed = self._clock.mark()
+            for pending in under_way:
+                pending.wait()
+            landed = landed or self._clock.mark()
+            computed_s, landed_s = (self._clock.elapsed_s(begin, end) for end in (computed, landed))
+            return _agreed(computed_s, dist.ReduceOp.MAX), _agreed(landed_s, dist.ReduceOp.MAX)
+
+        communicate_s = statistics.median(self.timed(communicate) for _ in range(_LEAST))
+        compute_s = statistics.median(self.timed(compute) for _ in range(_LEAST))
+        found = [slow_downs(compute_s, communicate_s, *both()) for _ in range(_LEAST)]
+        return statistics.median(c for c, _ in found), statistics.median(c for _, c in found)
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.dtype, device=self.device)
+
+    def _noise(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+
+_TOGETHER_S = 0.3
+_CROWDING_S = 1.0
+
+
+def slow_downs(
+    compute_s: float, communicate_s: float, computed_s: float, landed_s: float
+) -> tuple[float, float]:
+    """From the times alone, and when each was done when both began at once: how much longer each took beside the other.
+
+    What outlasts the other is alone for its rest.
+
+    Example:
+        >>> slow_downs(1.0, 2.0, 1.5, 2.5)  # 1.5 s together did 1 s of each; another second of communication alone
+        (1.5, 1.5)
+    """
+    together_s = min(computed_s, landed_s)
+    left_compute_s, left_communicate_s = computed_s - together_s, landed_s - together_s
+    done_compute_s = max(compute_s - left_compute_s, 0.05 * compute_s)
+    done_communicate_s = max(communicate_s - left_communicate_s, 0.05 * communicate_s)
+    return max(1.0, together_s / done_compute_s), max(1.0, together_s / done_communicate_s)
+
+
+def _agreed(value: float, op: Any) -> float:
+    """One number for all ranks."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op)
+    return float(tensor)

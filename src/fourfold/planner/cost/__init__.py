@@ -1,0 +1,1 @@
+"""Formulas for the time and the memory of a step."""

@@ -1,0 +1,109 @@
+"""How many bytes a step moves beside its matmuls and attention: norms, rotation, gate, loss, copies of weights, optimizer.
+
+Fused kernels read each input and write each output once. Eager PyTorch, in which Hugging Face's modules run, has a kernel for
+each operator and pays for what is between; the figures are the sums over the operators of a dry run
+(`tests/planner/cost/test_elementwise.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.workload import Workload
+
+
+class Moved(NamedTuple):
+    """Bytes in forward and in backward."""
+
+    forward: float
+    backward: float
+
+
+# For each feature of the residual stream: two norms and two additions. Eager, a norm in fp32 is 36 bytes forward and 92 back.
+_RESIDUAL = {"fused": Moved(2 * 4 + 2 * 6, 40), "eager": Moved(2 * 36 + 2 * 6, 2 * 92)}
+# The same of LayerNorm, which PyTorch has a kernel for; not so where its features are cut (parallel/norm.py).
+_LAYER_NORMS, _CUT_LAYER_NORMS = Moved(2 * 4 + 2 * 6, 36), Moved(2 * 60 + 2 * 6, 2 * 122)
+_BIAS = 4  # added to an output by an operator of its own, where the linear is cut
+_COPY = 4  # read and written
+# For each feature of q, k and v: rotation, and the layout that attention wants.
+_HEADS = {"fused": Moved(8, 16), "eager": Moved(17, 27)}
+# For each inner feature: the activation function, and the product with the gate if there is one.
+_GATED = {"fused": Moved(6, 12), "eager": Moved(10, 18)}
+_UNGATED = {"fused": Moved(4, 8), "eager": Moved(4, 6)}
+_IN_PARTS = Moved(36, 60)  # eager, where PyTorch has no operator of its own for the function (gelu_new)
+# For each logit: fp32 copy, maximum, exponentials, sum; the same again and the gradient backward.
+_LOSS = {"fused": 66, "eager": 30 + 44}
+# For each feature of the embedding's output and the last norm, both ways.
+_ENDS = {"fused": 12, "eager": 4 + 36 + 92}
+# AdamW reads parameter, gradient and two moments and writes all but the gradient; as a list of operators over all parameters it
+# passes over them eight times. Clipping reads the gradients, and reads and writes them once more.
+_OPTIMIZER = {"fused": 28 + 12, "eager": 80 + 12}
+
+
+def block_bytes(
+    w: Workload,
+    y: int,
+    x: int,
+    elementwise: str,
+    *,
+    cuts_tokens_over_x: bool = False,
+    by_tokens: bool = False,
+    samples: float | None = None,
+) -> Moved:
+    """Of one block, for one token; with token-sharded activations (``by_tokens``) for one of those that x and y share."""
+    residual, heads = _RESIDUAL[elementwise], _HEADS[elementwise]
+    inner = (_GATED if w.gated else _UNGATED)[elementwise]
+    if elementwise == "eager" and not w.gated and w.activation_copies > 2:
+        inner = _IN_PARTS
+    cut = y * x > 1
+    if elementwise == "eager" and w.bias:
+        residual = _CUT_LAYER_NORMS if cut else _LAYER_NORMS
+    hidden = w.hidden / (y * (x if cuts_tokens_over_x or by_tokens else 1))
+    over_y = w.core_over_y(y, x, samples) if by_tokens else "whole"
+    parts = x * y if over_y == "heads" else x
+    qkv = w.q_features / parts + 2 * w.kv_features / min(parts, w.kv_heads)
+    qkv /= y if over_y == "samples" else 1
+    ffn = w.ffn / (x * y if by_tokens else x)
+    forward, backward = (residual[way] * hidden + heads[way] * qkv + inner[way] * ffn for way in (0, 1))
+    if elementwise == "eager" and cut:
+        biased = qkv if w.qkv_bias or w.bias else 0.0
+        biased += 2 * hidden + ffn if w.bias else 0.0
+        forward += _BIAS * biased
+    if elementwise == "eager" and by_tokens and y > 1:
+        # What siblings share is copied apart: q, k and v where they are cut by heads; the gradients, into one buffer and, where
+        # tokens of all ranks were gathered, out of it.
+        of_kv = 2 * w.kv_features / min(x, w.kv_heads)
+        by_heads, by_samples = over_y == "heads", over_y == "samples"
+        features = w.q_features / x + (of_kv if w.kv_heads % (x * y) == 0 or not by_heads else 0.0)
+        siblings = (features if over_y != "whole" else 0.0) + (2 * w.ffn / x if w.gated else 0.0)
+        forward += _COPY * (features / y if by_heads and not w.fused_qkv else 0.0)
+        backward += _COPY * (siblings / y + (2 * w.ffn / x if w.gated else 0.0))
+        backward += _COPY * (features if by_samples else 0.0)
+    return Moved(forward, backward)
+
+
+def ends_bytes(
+    w: Workload, y: int, columns: float, elementwise: str, *, by_tokens_over: tuple[int, int] = (1, 1)
+) -> float:
+    """Of embedding, last norm and loss, for one token, both ways; where y and x ranks have other tokens, of so many each."""
+    of_y, of_x = by_tokens_over
+    return _LOSS[elementwise] * columns / of_y + _ENDS[elementwise] * w.hidden / (y * of_x)
+
+
+def optimizer_bytes(elementwise: str) -> float:
+    """Of clipping and AdamW, for each parameter that a rank stores."""
+    return _OPTIMIZER[elementwise]
+
+
+def copied_bytes(layout: Layout, elementwise: str) -> Moved:
+    """Of weights on their way to the work, and of gradients on theirs back, for each element of a block.
+
+    FSDP2 copies out of the buffer of its gather, and into that of its scatter, casting on the way; shards are cast before.
+    """
+    if elementwise == "fused":
+        return Moved(0.0, 0.0)
+    cast = 6 / layout.z
+    if layout.weights == "streamed":
+        return Moved(cast, 6 + 8 / layout.z)
+    return Moved(cast + (4 + 4 / layout.z if layout.z > 1 else 4), 6 + 8 / layout.z)

@@ -1,0 +1,303 @@
+"""How long a training step takes: the blocks in turn, and what of z and data does not hide behind them.
+
+    forward    a block's weights are gathered over z behind the block before; the first gather shows
+    backward   the second gather of the block to come, the reduce-scatter over z of the block that was, and its
+               all-reduce over data go behind a block's backward (and recomputed forward); the last ones show
+    step       the optimizer reads and writes every shard once
+
+Link time is what collectives take, exposed time what of it the step is longer by; they are kept apart. Every figure is a
+prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fourfold.planner.cost.block import Given, Pass, block_passes, ends_pass, together_s
+from fourfold.planner.cost.collective import Kind, collective_s
+from fourfold.planner.cost.compute import Kernels, memory_s
+from fourfold.planner.cost.elementwise import copied_bytes, optimizer_bytes
+from fourfold.planner.cost.memory import Memory, Shard, memory, shard_of
+from fourfold.planner.cost.token_block import token_block_passes, token_ends_pass
+from fourfold.planner.inputs.cluster import Cluster, Device
+from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
+from fourfold.planner.inputs.workload import Workload
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A prediction for one layout; seconds of one step, bytes of one rank."""
+
+    layout: Layout
+    step_s: float
+    compute_s: dict[str, float]  # by part
+    link_s: dict[str, float]  # by axis: what collectives take
+    exposed_s: dict[str, float]  # by axis: what of it shows
+    memory: Memory
+    tokens_per_s: float
+    mfu: float | None  # None: the device's peak is not known
+    hfu: float | None
+    is_simulated: bool = False  # event by event over a dry run, whose memory it has; else by the closed forms
+    formula_s: float | None = None  # the closed forms' step, where this one is simulated
+
+    @property
+    def limited_by(self) -> str:
+        """The part that takes the longest: a kind of computation, or an axis whose communication shows."""
+        parts = {**self.compute_s, **{f"{axis} communication": s for axis, s in self.exposed_s.items()}}
+        return max(parts, key=parts.__getitem__)
+
+
+class Prices:
+    """The cost functions of one workload on one cluster, each result kept: a search asks for the same ones again."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        length: int,
+        schedule: Schedule = FOURFOLD,
+        kernels: Kernels | None = None,
+    ) -> None:
+        self.workload, self.cluster, self.length, self.schedule = workload, cluster, length, schedule
+        self.kernels = kernels or Kernels()
+        self._collectives: dict[tuple[str, float, int, int], float] = {}
+        self._passes: dict[tuple[float, int, int, str, bool], tuple[Pass, Pass, Pass]] = {}
+        self._shards: dict[tuple[int, int], Shard] = {}
+
+    def collective_s(self, kind: Kind, payload_bytes: float, ranks: int, inner_ranks: int) -> float:
+        if ranks == 1:
+            return 0.0
+        key = (kind, payload_bytes, ranks, inner_ranks)
+        if key not in self._collectives:
+            self._collectives[key] = collective_s(kind, payload_bytes, ranks, inner_ranks, self.cluster)
+        return self._collectives[key]
+
+    def passes(
+        self, tokens: float, y: int, x: int, activations: str = "replicated", keep_inputs: bool = True
+    ) -> tuple[Pass, Pass, Pass]:
+        """A block's forward, its backward, and embedding, head and loss."""
+        key = (tokens, y, x, activations, keep_inputs)
+        if key not in self._passes:
+
+            def send(kind: Kind, axis: str, payload_bytes: float) -> float:
+                ranks, inner = (x, 1) if axis == "x" else (y, x)
+                return self.collective_s(kind, payload_bytes, ranks, inner)
+
+            by_tokens = activations == "token-sharded"
+            block, ends = (token_block_passes, token_ends_pass) if by_tokens else (block_passes, ends_pass)
+            timing = (self.cluster.device, self.kernels, self.schedule, self.cluster.slowdown)
+            given = Given(tokens, y, x, *timing, send, keep_inputs)
+            forward, backward = block(self.workload, self.length, given)
+            self._passes[key] = (forward, backward, ends(self.workload, given))
+        return self._passes[key]
+
+    def shard(self, y: int, x: int) -> Shard:
+        if (y, x) not in self._shards:
+            self._shards[y, x] = shard_of(self.workload, y, x)
+        return self._shards[y, x]
+
+    def memory(self, layout: Layout, tokens: float) -> Memory:
+        shard = self.shard(layout.y, layout.x)
+        return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes, self.length)
+
+    def tokens_at_once(self, layout: Layout, global_batch_sequences: int) -> float:
+        """Tokens of one rank's micro-batch."""
+        return global_batch_sequences / (layout.data * layout.z * layout.micro_batches) * self.length
+
+
+def estimate(
+    workload: Workload,
+    layout: Layout,
+    cluster: Cluster,
+    global_batch_sequences: int,
+    length: int,
+    schedule: Schedule = FOURFOLD,
+    kernels: Kernels | None = None,
+) -> Estimate:
+    """What one step of this layout would take, and hold.
+
+    Example:
+        >>> from fourfold.planner.inputs.cluster import preset
+        >>> llama = Workload("8b", 4096, 14336, 32, 32, 8, 128, 128256)
+        >>> alone = estimate(llama, Layout(1, 8, 1, 1), preset("dgx-h100"), 16, 8192)
+        >>> wide = estimate(llama, Layout(1, 1, 1, 8), preset("dgx-h100"), 16, 8192)
+        >>> alone.step_s < wide.step_s  # eight sequences leave enough work to hide the weights of 8B
+        True
+    """
+    prices = Prices(workload, cluster, length, schedule, kernels)
+    return estimate_with(prices, layout, global_batch_sequences)
+
+
+def estimate_with(
+    prices: Prices, layout: Layout, global_batch_sequences: int, peak: Memory | None = None
+) -> Estimate:
+    """The same, of a search that keeps its prices, and has looked at the memory."""
+    w, schedule, device = prices.workload, prices.schedule, prices.cluster.device
+    tokens = prices.tokens_at_once(layout, global_batch_sequences)
+    forward, backward, ends = prices.passes(
+        tokens, layout.y, layout.x, layout.activations, layout.keep_inputs
+    )
+    recomputed = layout.activation_checkpointing == "full"
+    again = forward if recomputed else None
+    shard = prices.shard(layout.y, layout.x)
+    weights = _weights(prices, layout, shard, forward, backward, recomputed)
+
+    m, blocks = layout.micro_batches, w.layers
+    optimizer_ranks = layout.z * (layout.data if schedule.optimizer_over_data else 1)
+    stored = (blocks * shard.block + shard.outside) / optimizer_ranks
+    compute_s = {
+        "matmul": m * (blocks * (forward.matmul_s + backward.matmul_s) + ends.matmul_s),
+        "attention": m * blocks * (forward.attention_s + backward.attention_s),
+        "element-wise": m * (blocks * (forward.elementwise_s + backward.elementwise_s) + ends.elementwise_s)
+        + _copies_s(prices, layout, shard),
+        "recomputation": m * blocks * again.compute_s if again else 0.0,
+        "optimizer": memory_s(optimizer_bytes(schedule.elementwise) * stored, device),
+    }
+    passes = [(blocks, forward), (blocks, backward), (1, ends), *([(blocks, again)] if again else [])]
+    link_s = {
+        "x": m * sum(n * p.link_x_s for n, p in passes),
+        "y": m * sum(n * p.link_y_s for n, p in passes),
+        "z": weights.link_z_s,
+        "data": weights.link_data_s,
+    }
+    exposed_s = {
+        "x": m * sum(n * p.exposed_x_s for n, p in passes),
+        "y": m * sum(n * p.exposed_y_s for n, p in passes),
+        "z": weights.exposed_z_s,
+        "data": weights.exposed_data_s,
+    }
+    step_s = sum(compute_s.values()) + sum(exposed_s.values())
+    all_tokens = float(global_batch_sequences) * prices.length
+    mfu, hfu = utilisation(w, layout, device, all_tokens, prices.length, step_s)
+    peak = peak or prices.memory(layout, tokens)
+    return Estimate(layout, step_s, compute_s, link_s, exposed_s, peak, all_tokens / step_s, mfu, hfu)
+
+
+def utilisation(
+    workload: Workload | None, layout: Layout, device: Device, tokens: float, length: int, step_s: float
+) -> tuple[float | None, float | None]:
+    """(MFU, HFU) of a step of so many tokens; None where the device's peak, or the model's FLOPs, are not known."""
+    if workload is None or device.spec_tflops is None:
+        return None, None
+    possible = step_s * layout.ranks * device.spec_tflops * 1e12
+    recomputed = layout.activation_checkpointing == "full"
+    hardware = workload.hardware_flops(tokens, length, recomputed=recomputed)
+    return workload.model_flops(tokens, length) / possible, hardware / possible
+
+
+def _copies_s(prices: Prices, layout: Layout, shard: Shard) -> float:
+    """Weights that are copied twice in each micro-batch, those outside of blocks once; gradients in each."""
+    gathered, gradient = copied_bytes(layout, prices.schedule.elementwise)
+    blocks = prices.workload.layers * shard.block
+    moved = gathered * (2 * blocks + shard.outside) + gradient * (blocks + shard.outside)
+    return memory_s(layout.micro_batches * moved, prices.cluster.device)
+
+
+# -- weights on z, gradients on z and data ----------------------------------------------------------------------------
+
+
+class _Traffic(NamedTuple):
+    """Seconds of one block's collectives, and of those of what is in no block."""
+
+    gather_s: float
+    scatter_s: float
+    data_s: float
+    outside_gather_s: float
+    outside_scatter_s: float
+    outside_data_s: float
+    calls: int  # collectives of a block each way
+
+
+def _traffic(prices: Prices, layout: Layout, shard: Shard) -> _Traffic:
+    w, schedule, inner = prices.workload, prices.schedule, layout.y * layout.x
+    data_bytes = schedule.data_bytes or schedule.gradient_bytes
+
+    def each(elements: float, calls: int) -> tuple[float, float, float]:
+        part = elements / calls
+        gather = prices.collective_s("all_gather", schedule.weight_bytes * part, layout.z, inner)
+        scatter = prices.collective_s("reduce_scatter", schedule.gradient_bytes * part, layout.z, inner)
+        data = prices.collective_s("all_reduce", data_bytes * part / layout.z, layout.data, inner * layout.z)
+        return calls * gather, calls * scatter, calls * data
+
+    # FSDP2 sends a block's weights together, streamed weights go matrix by matrix; embedding and head are two more.
+    calls = len(w.block_matrices) if layout.weights == "streamed" else 1
+    return _Traffic(*each(shard.block, calls), *each(shard.outside, 2), calls)
+
+
+class _Weights(NamedTuple):
+    link_z_s: float
+    link_data_s: float
+    exposed_z_s: float
+    exposed_data_s: float
+
+
+def _weights(
+    prices: Prices, layout: Layout, shard: Shard, forward: Pass, backward: Pass, recomputed: bool
+) -> _Weights:
+    schedule, slowdown = prices.schedule, prices.cluster.slowdown
+    blocks, m = prices.workload.layers, layout.micro_batches
+    sends = m if schedule.sends_every_micro_batch else 1  # micro-batches whose gradients are sent
+    t = _traffic(prices, layout, shard)
+    # What waits for backward does not come again; the head, too, stays.
+    kept = min(blocks, layout.keep_bytes / (schedule.weight_bytes * shard.block))
+    again_s = t.gather_s * (blocks - kept) / blocks
+    link_z = m * (blocks * (t.gather_s + again_s) + t.outside_gather_s)
+    link_z += sends * (blocks * t.scatter_s + t.outside_scatter_s)
+    link_data = sends * (blocks * t.data_s + t.outside_data_s)
+
+    behind_forward_s = _hides_behind_s(prices, layout, forward)
+    behind_backward_s = _hides_behind_s(prices, layout, backward)
+    if recomputed:
+        behind_backward_s += behind_forward_s
+
+    def shows(compute_s: float, communication_s: float) -> float:
+        return together_s(compute_s, communication_s, slowdown) - compute_s if communication_s else 0.0
+
+    # Forward: every block's gather but the first behind the block before it.
+    if schedule.gathers_ahead:
+        # The embedding's shows, too; the head's goes behind the last blocks.
+        first_s = t.gather_s / t.calls + t.outside_gather_s / 2
+        exposed_z = m * ((blocks - 1) * shows(behind_forward_s, t.gather_s) + first_s)
+    else:
+        exposed_z = m * (blocks * t.gather_s + t.outside_gather_s)
+    exposed_data = 0.0 if schedule.hides_data else link_data
+    # Backward, of micro-batches that send their gradients and of those that do not.
+    for count, scatter_s, data_s in ((sends, t.scatter_s, t.data_s), (m - sends, 0.0, 0.0)):
+        hidden_s = again_s * schedule.gathers_ahead + scatter_s * schedule.hides_scatters
+        alone_s = again_s + scatter_s - hidden_s
+        data_s *= schedule.hides_data
+        if _share_links(prices, layout):
+            shown_s = shows(behind_backward_s, hidden_s + data_s)
+            of_data = data_s / (hidden_s + data_s) if data_s else 0.0
+        else:
+            shown_s = shows(behind_backward_s, max(hidden_s, data_s))
+            of_data = float(data_s > hidden_s)
+        exposed_z += count * blocks * (alone_s + shown_s * (1 - of_data))
+        exposed_data += count * blocks * shown_s * of_data
+    # The last of a block, and what is outside, have nothing left to hide behind: the embedding comes last of all.
+    exposed_z += sends * (t.scatter_s / t.calls * schedule.hides_scatters + t.outside_scatter_s)
+    exposed_data += sends * (t.data_s / t.calls + t.outside_data_s) * schedule.hides_data
+    return _Weights(link_z, link_data, min(exposed_z, link_z), min(exposed_data, link_data))
+
+
+def _leaves_node(prices: Prices, ranks: int, inner: int) -> bool:
+    return ranks > 1 and ranks * inner > prices.cluster.links.devices_per_node
+
+
+def _share_links(prices: Prices, layout: Layout) -> bool:
+    """Do z and data send over the same kind of link? Then they take turns; else they run side by side."""
+    inner = layout.y * layout.x
+    return _leaves_node(prices, layout.z, inner) == _leaves_node(prices, layout.data, inner * layout.z)
+
+
+def _hides_behind_s(prices: Prices, layout: Layout, one: Pass) -> float:
+    """What of a pass the weights' traffic can go on behind: not an activation's over the same links."""
+    inner = layout.y * layout.x
+    weights_leave = _leaves_node(prices, max(layout.z, layout.data), inner)
+    seconds = one.compute_s
+    if _leaves_node(prices, layout.x, 1) != weights_leave:
+        seconds += one.exposed_x_s
+    if _leaves_node(prices, layout.y, layout.x) != weights_leave:
+        seconds += one.exposed_y_s
+    return seconds

@@ -1,0 +1,207 @@
+"""A layout rehearsed: its dry run, and the step that is played from it on a cluster."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fourfold.mesh.axes import AXES
+from fourfold.planner.cost.compute import Kernels, operation_s
+from fourfold.planner.cost.memory import Memory
+from fourfold.planner.cost.step import Estimate, utilisation
+from fourfold.planner.inputs.cluster import Cluster
+from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
+from fourfold.planner.inputs.workload import Workload, from_config
+
+if TYPE_CHECKING:
+    from fourfold.dry_run.events import Operation, Trace
+    from fourfold.dry_run.memory import Peak
+    from fourfold.planner.simulate import Simulated
+
+_PARTS = ("matmul", "attention", "element-wise", "recomputation", "optimizer")
+_WORK = {"matmul": "matmul", "attention": "attention", "memory": "element-wise"}
+
+
+@dataclass(frozen=True)
+class DryRunEstimate:
+    """A layout's dry run: what one rank does, and what it holds at most."""
+
+    layout: Layout
+    trace: Trace
+    peak: Peak
+
+
+# -- what a model is --------------------------------------------------------------------------------------------------
+
+
+def describe(model: Any) -> tuple[Any, Workload | None]:
+    """(what a dry run takes, the workload); no workload for a module that is none of Hugging Face's."""
+    if isinstance(model, (str, Path)):
+        path = Path(model)
+        path = path / "config.json" if path.is_dir() else path
+        return path, from_config(path)
+    if isinstance(model, dict):
+        return model, from_config(model)
+    if hasattr(model, "to_dict"):
+        return model, from_config(model.to_dict())
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        return model, from_config(config.to_dict())
+    if hasattr(model, "named_parameters"):
+        return model, None
+    raise ValueError(
+        f"{type(model).__name__} is no model; give a config.json's path, a Hugging Face configuration or an nn.Module"
+    )
+
+
+def _fresh(source: Any) -> Any:
+    """What `dryrun` may cut to pieces: a module on meta, or what it makes one of."""
+    if isinstance(source, dict):
+        import transformers
+
+        config = dict(source)
+        return transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    if not hasattr(source, "named_parameters"):
+        return source
+    import torch
+    from torch import nn
+
+    memo: dict[int, Any] = {}
+    for parameter in source.parameters():
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), parameter.requires_grad
+        )
+    return copy.deepcopy(source, memo)
+
+
+# -- dry runs ---------------------------------------------------------------------------------------------------------
+
+
+def estimate_in_process(
+    source: Any,
+    layout: Layout,
+    sequences: int,
+    length: int,
+    target: str,
+    precision: Any,
+    roles: Mapping[str, str] | None,
+) -> DryRunEstimate:
+    from fourfold.dry_run.run import dryrun
+    from fourfold.weights.overlap import Overlap
+
+    done = dryrun(
+        _fresh(source),
+        layout.grid,
+        sequences=sequences,
+        length=length,
+        micro_batches=layout.micro_batches,
+        roles=roles,
+        precision=precision,
+        activations=layout.activations,
+        activation_checkpointing=layout.activation_checkpointing,
+        weights=layout.weights,
+        overlap=Overlap(keep_bytes=layout.keep_bytes, keep_inputs=layout.keep_inputs),
+        target=target,
+    )
+    return DryRunEstimate(layout, done.trace, done.peak)
+
+
+def schedule_of(cluster: Cluster, precision: str) -> Schedule:
+    """How Fourfold hides what on these devices (`weights/overlap.py`), in that precision."""
+    on_cpu = target_of(cluster) == "cpu"
+    return replace(
+        FOURFOLD,
+        weight_bytes=4 if precision == "fp32" else 2,
+        interleaves=on_cpu,
+        chunk_bytes=2**20 if on_cpu else FOURFOLD.chunk_bytes,
+    )
+
+
+def precision_of(cluster: Cluster) -> str:
+    """In which a run computes on these devices, unless asked for another."""
+    return "bf16" if target_of(cluster) == "cuda" else "fp32"
+
+
+def target_of(cluster: Cluster) -> str:
+    """The kind of device that decisions are made for."""
+    return "cpu" if cluster.library.name == "gloo" else "cuda"
+
+
+# -- simulation -------------------------------------------------------------------------------------------------------
+
+
+def play(
+    rehearsal: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None, *, keep_spans: bool = False
+) -> tuple[Simulated, dict[str, float]]:
+    """The predicted step, and its computation by part."""
+    from fourfold.dry_run.events import Operation
+    from fourfold.dry_run.streams import on_streams
+    from fourfold.planner.predict import predict
+
+    events, layout = rehearsal.trace.events, rehearsal.layout
+    if layout.weights == "fsdp2" and target_of(cluster) == "cuda":
+        events = on_streams(events)
+    step = predict(events, layout.grid, cluster, kernels, keep_spans=keep_spans)
+    alone_s = dict.fromkeys(_PARTS, 0.0)
+    for event in events:
+        if isinstance(event, Operation):
+            alone_s[part_of(event)] += operation_s(event, cluster, kernels)
+    # What collectives in flight slow down is shared out as the work is.
+    slower = step.compute_s / (sum(alone_s.values()) or 1.0)
+    return step, {part: seconds * slower for part, seconds in alone_s.items()}
+
+
+def part_of(operation: Operation) -> str:
+    if operation.phase == "recompute":
+        return "recomputation"
+    if operation.phase in ("clip", "optimizer"):
+        return "optimizer"
+    return _WORK[operation.work]
+
+
+def as_estimate(
+    rehearsal: DryRunEstimate,
+    workload: Workload | None,
+    cluster: Cluster,
+    kernels: Kernels,
+    sequences: int,
+    length: int,
+    formula_s: float | None,
+) -> Estimate:
+    """A simulated step in the words of the formulas' estimates."""
+    layout = rehearsal.layout
+    step, compute_s = play(rehearsal, cluster, kernels)
+    tokens = float(sequences) * length
+    mfu, hfu = utilisation(workload, layout, cluster.device, tokens, length, step.step_s)
+    return Estimate(
+        layout,
+        step.step_s,
+        compute_s,
+        {axis: step.link_s.get(axis, 0.0) for axis in reversed(AXES)},
+        {axis: step.exposed_s.get(axis, 0.0) for axis in reversed(AXES)},
+        memory_of(rehearsal),
+        tokens / step.step_s,
+        mfu,
+        hfu,
+        is_simulated=True,
+        formula_s=formula_s,
+    )
+
+
+def memory_of(rehearsal: DryRunEstimate) -> Memory:
+    peak, events = rehearsal.peak, rehearsal.trace.events
+    event = events[min(peak.event, len(events) - 1)]
+    held = peak.by_category
+    return Memory(
+        held["parameters"],
+        held["gradients"],
+        held["optimizer"],
+        held["activations"],
+        held["gathered weights"],
+        held["communication buffers"],
+        held["logits"],
+        f"{event.phase} of {event.module or 'the model'}",
+    )

@@ -1,0 +1,1 @@
+"""What the planner is given: a model, a cluster, a layout."""

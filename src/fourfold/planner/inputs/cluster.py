@@ -1,0 +1,272 @@
+"""A cluster in numbers: its devices, the links inside a node and between nodes, and the library that drives them.
+
+Presets are in `clusters.json`, with their sources. What a preset lacks is filled with a stated default and listed in
+`Cluster.assumed`. A cluster of one's own is a TOML file; `calibrate` writes one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fourfold.planner.inputs.measured import Measured, from_tables, row_keys
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's processor."""
+
+    name: str
+    best_tflops: float  # the fastest bf16 matmul that was measured on it
+    memory_gib: float  # what is sold as 80 GB is 80 GiB
+    memory_tbps: float
+    multiprocessors: int  # what tiles of a matmul are dealt out to
+    spec_tflops: float | None = None  # dense bf16 of the data sheet; a device without one has no MFU
+    launch_us: float = 7.0  # no kernel is shorter (meta-pytorch/autoparallel uses the same floor)
+    memory_share: float = 0.85  # of memory_tbps that a large element-wise kernel reaches (Calculon: .90-.95)
+
+
+@dataclass(frozen=True)
+class Links:
+    """What carries bytes: inside a node, and from a node to the others. All in one direction."""
+
+    devices_per_node: int
+    device_gbps: float  # what a device can send inside its node
+    node_gbps: float  # what a node can send to other nodes, all its network cards together
+    pair_gbps: float | None = None  # between two devices of a node, where no switch joins them
+    # Measured bus bandwidth inside a node: (product of the inner axes, ranks of the group, GB/s), all groups at once.
+    measured_gbps: tuple[tuple[int, int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Library:
+    """What a collective costs beyond bytes, and which algorithms there are."""
+
+    name: str = "nccl"
+    # What any collective costs. NCCL reckons with 8.4 (src/graph/tuning.cc, Simple); 30 is fitted to half of the
+    # all-reduces that vTrain measured on NVLink (tests/planner/cost/test_collective.py).
+    base_us: float = 30.0
+    hop_us: float = 3.4  # a hop inside the node, ring, Simple
+    net_hop_us: float = 14.0  # a hop between nodes, Simple
+    device_share: float = 0.80  # of device_gbps that a ring reaches
+    node_share: float = 0.967  # of node_gbps that a ring reaches
+    # The protocol for small messages (LL): fewer microseconds, far fewer bytes a second.
+    small_base_us: float = 6.6
+    small_hop_us: float = 0.6
+    small_net_hop_us: float = 5.0
+    small_gbps: float = 5.0
+    # Where a switch adds (NVLS), an all-reduce inside a node is this much faster than a ring; 1 where there is none.
+    in_switch_gain: float = 1.0
+    reduce_scatter_factor: float = 1.0  # times the bytes of a ring; Gloo sends twice what is needed
+    algorithms: tuple[str, ...] = ("ring", "tree")
+    in_flight: int = 1  # collectives of one group that are under way at a time; Gloo has two threads for each
+
+
+# Other libraries on the same machines. PCCL's idea: inside the node and between nodes apart, the latter by recursive
+# doubling. Gloo's figures are of the order seen between processes on one host; calibrate has the real ones.
+LIBRARIES = {
+    "nccl": Library(),
+    "rccl": Library(name="rccl"),
+    "pccl": Library(name="pccl", algorithms=("ring", "hierarchical")),
+    "gloo": Library(
+        name="gloo",
+        base_us=300.0,
+        hop_us=50.0,
+        net_hop_us=50.0,
+        device_share=0.6,
+        node_share=0.9,
+        small_base_us=300.0,
+        small_hop_us=50.0,
+        small_net_hop_us=50.0,
+        reduce_scatter_factor=2.0,
+        algorithms=("ring",),
+        in_flight=2,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """How much longer each side takes while computation and communication run at the same time."""
+
+    compute: float = 1.05  # Calculon: 15 % of the multiprocessors for NVLink, 2 % for the network card
+    communication: float = 1.10
+
+
+@dataclass(frozen=True)
+class Cluster:
+    name: str
+    device: Device
+    links: Links
+    library: Library = field(default_factory=Library)
+    slowdown: Slowdown = field(default_factory=Slowdown)
+    measured: Measured = field(default_factory=Measured)
+    source: str = ""
+    assumed: tuple[str, ...] = ()  # fields that no source gave
+
+    def with_library(self, **changes: Any) -> Cluster:
+        """The same machines under another library, or the same with other figures.
+
+        Example:
+            >>> preset("frontier").with_library(name="pccl", algorithms=("ring", "hierarchical")).library.name
+            'pccl'
+        """
+        return dataclasses.replace(self, library=dataclasses.replace(self.library, **changes))
+
+
+# -- presets ----------------------------------------------------------------------------------------------------------
+
+_PRESETS = Path(__file__).with_name("clusters.json")
+
+
+def presets() -> list[str]:
+    """The names of the clusters that come with Fourfold."""
+    return [entry["name"] for entry in _read_presets()]
+
+
+def preset(name: str) -> Cluster:
+    """A cluster that comes with Fourfold.
+
+    Example:
+        >>> preset("dgx-h100").links.devices_per_node
+        8
+    """
+    entries = {entry["name"]: entry for entry in _read_presets()}
+    if name not in entries:
+        near = difflib.get_close_matches(name, entries, 1, cutoff=0.0)[0]
+        raise ValueError(
+            f"no cluster named {name!r} among the {len(entries)} presets ({', '.join(sorted(entries))}); did you mean "
+            f"{near!r}? A cluster of your own is a TOML file: pass its path"
+        )
+    return from_dict(entries[name])
+
+
+def load(name_or_path: str | Path) -> Cluster:
+    """A preset by its name, or a cluster by the path of its TOML file."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml":
+        if not path.exists():
+            raise ValueError(
+                f"there is no cluster file {path}; give the path of a TOML file or one of {presets()}"
+            )
+        return from_dict(tomllib.loads(path.read_text()))
+    return preset(str(name_or_path))
+
+
+def _read_presets() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(_PRESETS.read_text())
+    return entries
+
+
+# -- from and to plain values -----------------------------------------------------------------------------------------
+
+_SECTIONS: dict[str, type] = {"device": Device, "links": Links, "library": Library, "slowdown": Slowdown}
+
+
+def from_dict(values: dict[str, Any]) -> Cluster:
+    """A cluster from what a TOML or JSON file says; a word that is not known is refused with the nearest that is."""
+    _check_keys("a cluster file", values, ["name", "source", "assumed", *_SECTIONS, "measured"])
+    measured = dict(values.get("measured", {}))
+    _check_keys("[measured]", measured, [f.name for f in dataclasses.fields(Measured)])
+    parts: dict[str, Any] = {}
+    for section, kind in _SECTIONS.items():
+        given = dict(values.get(section, {}))
+        _check_keys(f"[{section}]", given, [f.name for f in dataclasses.fields(kind)])
+        if "measured_gbps" in given:
+            given["measured_gbps"] = tuple((int(i), int(r), float(b)) for i, r, b in given["measured_gbps"])
+        if "algorithms" in given:
+            given["algorithms"] = tuple(given["algorithms"])
+        required = [
+            f.name
+            for f in dataclasses.fields(kind)
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        ]
+        missing = [n for n in required if n not in given]
+        if missing:
+            raise ValueError(
+                f"[{section}] of cluster {values.get('name', '?')!r} lacks {len(missing)} of {len(required)} numbers: "
+                f"{', '.join(missing)}; add them, or start from a preset ({', '.join(presets())})"
+            )
+        parts[section] = kind(**given)
+    cluster = Cluster(
+        str(values.get("name", "unnamed")),
+        **parts,
+        measured=from_tables(measured),
+        source=str(values.get("source", "")),
+        assumed=tuple(values.get("assumed", ())),
+    )
+    _check_values(cluster)
+    return cluster
+
+
+def to_toml(cluster: Cluster) -> str:
+    """The cluster as a TOML file that `load` reads back to the same.
+
+    Example:
+        >>> from_dict(tomllib.loads(to_toml(preset("alps-gh200")))) == preset("alps-gh200")
+        True
+    """
+    lines = [f"name = {_toml(cluster.name)}", f"source = {_toml(cluster.source)}"]
+    lines.append(f"assumed = {_toml(cluster.assumed)}")
+    for section in _SECTIONS:
+        lines += ["", f"[{section}]"]
+        for key, value in dataclasses.asdict(getattr(cluster, section)).items():
+            if value is not None:
+                lines.append(f"{key} = {_toml(value)}")
+    return "\n".join(lines + _measured_lines(cluster.measured)) + "\n"
+
+
+def _measured_lines(measured: Measured) -> list[str]:
+    if measured == Measured():
+        return []
+    values = dataclasses.asdict(measured)
+    rows = {key: values.pop(key) for key in row_keys()}
+    lines = ["", "[measured]"]
+    lines += [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
+    for key, tables in rows.items():
+        for table in tables:
+            lines += ["", f"[[measured.{key}]]"]
+            lines += [f"{name} = {_toml(value)}" for name, value in table.items()]
+    return lines
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return repr(value)
+
+
+def _check_keys(where: str, given: dict[str, Any], known: list[str]) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, cutoff=0.0)[0]
+            raise ValueError(
+                f"{where} has {key!r}, which is none of its {len(known)} words; did you mean {near!r}?"
+            )
+
+
+def _check_values(cluster: Cluster) -> None:
+    for section in _SECTIONS:
+        for key, value in dataclasses.asdict(getattr(cluster, section)).items():
+            if isinstance(value, int | float) and value <= 0 and not key.endswith("_us"):
+                raise ValueError(
+                    f"{key} of [{section}] of cluster {cluster.name!r} is {value}; use a number greater than 0"
+                )
+    best, spec = cluster.device.best_tflops, cluster.device.spec_tflops
+    if spec is not None and best > spec:
+        raise ValueError(
+            f"the best matmul of {cluster.device.name} is given as {best} TFLOP/s, more than its data sheet's {spec}; "
+            "swap them, or leave spec_tflops away"
+        )
+    known = {"ring", "tree", "hierarchical"}
+    if not cluster.library.algorithms or set(cluster.library.algorithms) - known:
+        raise ValueError(
+            f"algorithms {cluster.library.algorithms} of [library] of cluster {cluster.name!r}: use some of {sorted(known)}"
+        )

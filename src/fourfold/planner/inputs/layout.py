@@ -1,0 +1,117 @@
+"""A layout: a grid, how the batch goes through it, and what is kept; and the schedule by which software runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activations = Literal["replicated", "token-sharded"]
+
+
+def undivided_axis(length: int, y: int, x: int) -> tuple[str, int] | None:
+    """The tensor axis, and its ranks, that does not divide a sequence, which so cannot be cut by its tokens; None if both do.
+
+    The tokens of every batch of a run have to divide, also of a last one with fewer sequences: so those of a sequence.
+
+    Example:
+        >>> undivided_axis(1024, 2, 3)
+        ('x', 3)
+    """
+    return next(((axis, ranks) for axis, ranks in (("x", x), ("y", y)) if length % ranks), None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of the four axes, and what else a plan decides."""
+
+    data: int
+    z: int
+    y: int
+    x: int
+    micro_batches: int = 1
+    activation_checkpointing: Literal["none", "full"] = "none"
+    keep_bytes: int = 0  # of gathered weights that wait for backward instead of coming twice
+    weights: Literal["fsdp2", "streamed"] = "fsdp2"
+    # What is not cut by its features: on each rank of the other tensor axis, or cut over it by its tokens.
+    activations: Activations = "replicated"
+    keep_inputs: bool = (
+        True  # with token-sharded activations: gathered inputs wait for backward instead of coming twice
+    )
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.z * self.y * self.x
+
+    @property
+    def grid(self) -> tuple[int, int, int, int]:
+        return (self.data, self.z, self.y, self.x)
+
+    @property
+    def by_tokens(self) -> bool:
+        return self.activations == "token-sharded"
+
+    @property
+    def short(self) -> str:
+        """For narrow tables: the grid, micro-batches, T for token-sharded, t if inputs come twice, R for recomputed, K for
+        kept weights."""
+        words = [",".join(map(str, self.grid))]
+        if self.micro_batches > 1:
+            words.append(f"m{self.micro_batches}")
+        if self.by_tokens:
+            words.append("T" if self.keep_inputs else "t")
+        if self.activation_checkpointing != "none":
+            words.append("R")
+        if self.keep_bytes:
+            words.append("K")
+        return " ".join(words)
+
+    @property
+    def extras(self) -> str:
+        """What is decided beside the grid, in words; nothing if nothing is."""
+        words = []
+        if self.micro_batches > 1:
+            words.append(f"{self.micro_batches} micro-batches")
+        if self.by_tokens:
+            words.append("token-sharded" if self.keep_inputs else "token-sharded, regathered")
+        if self.activation_checkpointing != "none":
+            words.append("recomputed")
+        if self.keep_bytes:
+            words.append(f"{self.keep_bytes / 2**30:.1f} GiB kept")
+        return ", ".join(words)
+
+    def __str__(self) -> str:
+        grid = f"(data={self.data}, z={self.z}, y={self.y}, x={self.x})"
+        return f"{grid}, {self.extras}" if self.extras else grid
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What hides behind what, in which precision. The defaults are Fourfold's on CUDA but for fused
+    kernels, which it leaves to the model; others describe other software."""
+
+    weight_bytes: int = 2  # an element of a gathered weight, and of an activation
+    gradient_bytes: int = 4  # an element of a gradient on the wire
+    data_bytes: int | None = None  # the same over data, where it is another
+    sends_every_micro_batch: bool = (
+        False  # gradients are reduced with each micro-batch, not with the last alone
+    )
+    gathers_ahead: bool = True
+    hides_scatters: bool = True
+    hides_data: bool = True  # the all-reduce over data goes on behind backward
+    hides_backward: bool = True  # the all-reduce of an input's gradient, behind the weight gradients
+    forward_chunks: int = 4  # at most; the all-reduce of one part of the tokens behind the matmul of the next
+    chunk_bytes: int = 16 * 2**20  # at least
+    interleaves: bool = (
+        False  # the halves of a batch take turns: one computes while the other's all-reduce is in flight
+    )
+    attention: Literal["flash", "plain"] = "flash"
+    cuts_tokens_over_x: bool = (
+        False  # sequence parallelism: norms and residuals are not done again on every x rank
+    )
+    optimizer_over_data: bool = False  # ZeRO-1: the optimizer's states are cut over data as well
+    elementwise: Literal["fused", "eager"] = (
+        "fused"  # one kernel for what is between matmuls, or one for each operator
+    )
+
+
+FOURFOLD = Schedule(elementwise="eager")

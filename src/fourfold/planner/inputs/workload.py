@@ -1,0 +1,241 @@
+"""What is to be trained: the sizes of a transformer, its parameters and its FLOPs, from a Hugging Face config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fourfold.untrusted_input import read_json
+
+# Families whose MLP has a gate (three matrices) and those that have none (two); what is unknown is refused.
+_GATED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "phi3",
+    "granite", "cohere", "cohere2", "stablelm", "smollm3", "glm", "glm4", "helium", "ernie4_5", "seed_oss",
+    "ministral", "exaone4", "arcee_gated", "hunyuan_v1_dense",
+)  # fmt: skip
+_UNGATED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "starcoder2", "gpt_bigcode", "mpt",
+            "persimmon", "nemotron", "arcee", "biogpt", "codegen", "falcon")  # fmt: skip
+# Families that multiply q, k and v in one matrix, and those whose norms of q and k look at all heads of a rank.
+_FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "bloom", "mpt", "persimmon", "falcon")
+_NORMS_ALL_HEADS = ("olmo2", "olmo3")
+# Families whose positions are not in q and k, and those whose attention is given slopes (ALiBi).
+_NOT_ROTATED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt", "bloom", "mpt")
+_SLOPES = ("bloom", "mpt", "falcon")
+# The same thing in the words of several families.
+_NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "positions": ("n_positions",),
+    "activation": ("hidden_act", "activation_function", "hidden_activation"),
+}
+# Of an MLP without a gate: what its activation function took and gave. Where PyTorch has no operator of its own for it,
+# autograd keeps what is between; a function that finds its gradient from its result does not keep what it took.
+_COPIES = {"relu": 1, "relu2": 3, "gelu_new": 5, "gelu_fast": 7}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A dense decoder. Embedding and head are one matrix if ``tied``."""
+
+    name: str
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    gated: bool = True
+    tied: bool = False
+    qkv_bias: bool = False
+    bias: bool = False  # every other linear of a block, and the norms
+    positions: int = 0  # learned position embeddings
+    activation: str = ""  # the function of an MLP, as transformers names it
+    fused_qkv: bool = False  # q, k and v are one matrix
+    norms_all_heads: bool = False  # q and k have norms over the heads of a rank together
+    rotates: bool = True  # positions are in q and k, which are made anew by it
+    by_sample_and_head: bool = (
+        False  # attention is given slopes, of which a y rank's samples have no part of their own
+    )
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.name}: num_attention_heads={self.heads} is no multiple of num_key_value_heads={self.kv_heads}; "
+                "correct the config"
+            )
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def q_features(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def activation_copies(self) -> int:
+        """How many tensors of inner features autograd keeps of an MLP."""
+        if self.gated:
+            return 4  # gate, up, the activation and the product
+        return _COPIES.get(self.activation, 2)
+
+    @property
+    def block_matrices(self) -> tuple[int, ...]:
+        """Elements of q, k, v, o, (gate,) up, down."""
+        h, up = self.hidden, self.hidden * self.ffn
+        q, kv = h * self.q_features, h * self.kv_features
+        return (q, kv, kv, q, *([up] * (3 if self.gated else 2)))
+
+    @property
+    def block_vectors(self) -> int:
+        """Elements of norms and biases of a block."""
+        count = 2 * self.hidden * (2 if self.bias else 1)
+        if self.bias or self.qkv_bias:
+            count += self.q_features + 2 * self.kv_features
+        if self.bias:
+            count += 2 * self.hidden + self.ffn * (2 if self.gated else 1)
+        return count
+
+    @property
+    def block_parameters(self) -> int:
+        return sum(self.block_matrices) + self.block_vectors
+
+    @property
+    def table(self) -> int:
+        """Elements of the embedding, and of the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        outside = self.table * (1 if self.tied else 2) + self.positions * self.hidden
+        return self.layers * self.block_parameters + outside + self.hidden * (2 if self.bias else 1)
+
+    def cuts_heads(self, parts: int) -> bool:
+        """Can attention's heads be cut into so many, whole key/value heads each? (`parallel/sequence_roles.py`)"""
+        if self.heads % parts or self.norms_all_heads:
+            return False
+        return self.kv_heads % parts == 0 or (parts % self.kv_heads == 0 and not self.fused_qkv)
+
+    def core_over_y(self, y: int, x: int, samples: float | None) -> Literal["heads", "samples", "whole"]:
+        """What of attention's core y ranks share out where activations are token-sharded; samples of any number divide."""
+        if self.cuts_heads(y * x):
+            return "heads"
+        uneven = samples is not None and samples % y != 0
+        return "whole" if uneven or self.by_sample_and_head else "samples"
+
+    # -- work ----------------------------------------------------------------------------------------------------
+
+    def block_forward_flops_per_token(self, length: int) -> float:
+        """Forward FLOPs of one block for one token: matmuls and attention.
+
+        Attention is counted whole, not halved for what a causal mask leaves out, as Megatron (arXiv 2104.04473 eq. 3) and
+        PaLM count it.
+        """
+        return 2.0 * sum(self.block_matrices) + 4.0 * length * self.q_features
+
+    def model_flops(self, tokens: float, length: int) -> float:
+        """FLOPs of forward and backward: what MFU counts."""
+        head = 2.0 * self.table
+        return 3.0 * tokens * (self.layers * self.block_forward_flops_per_token(length) + head)
+
+    def hardware_flops(self, tokens: float, length: int, *, recomputed: bool) -> float:
+        """The same with the forward of the blocks that recomputation does again: what HFU counts.
+
+        Work that ranks along y do twice (attention's core) is in neither: it serves nobody.
+        """
+        again = tokens * self.layers * self.block_forward_flops_per_token(length) if recomputed else 0.0
+        return self.model_flops(tokens, length) + again
+
+
+def from_config(config: dict[str, Any] | str | Path, name: str | None = None) -> Workload:
+    """The workload of a Hugging Face ``config.json``, given as a dict or a path.
+
+    Example:
+        >>> llama = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        ...          "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+        >>> from_config(llama).parameters
+        8030261248
+    """
+    if not isinstance(config, dict):
+        path = Path(config)
+        if not path.exists():
+            raise ValueError(
+                f"there is no config {path}; give the path of a Hugging Face config.json, or a dict"
+            )
+        name, config = name or path.stem, read_json(path)
+    assert isinstance(config, dict)
+    if "text_config" in config:
+        config = {**config, **config["text_config"]}
+    family = str(config.get("model_type", ""))
+    _check_family(family, config)
+    hidden, layers, heads = (_integer(config, n) for n in ("hidden", "layers", "heads"))
+    ffn = _first(config, "ffn")
+    ffn = 4 * hidden if ffn is None else int(ffn)
+    kv_heads = _kv_heads(config, family, heads)
+    head_dim = config.get("head_dim")
+    is_gpt2 = family in ("gpt2", "gpt_bigcode")
+    return Workload(
+        name=name or str(config.get("_name_or_path") or family or "model"),
+        hidden=hidden,
+        ffn=ffn,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads if head_dim is None else int(head_dim),
+        vocabulary=int(config["vocab_size"]),
+        gated=family in _GATED,
+        tied=bool(config.get("tie_word_embeddings", is_gpt2 or family.startswith("gemma"))),
+        qkv_bias=bool(config.get("attention_bias", family == "qwen2")),
+        bias=family in ("gpt2", "gpt_neox", "opt", "bloom", "phi", "starcoder2", "gpt_bigcode", "gptj"),
+        positions=int(_first(config, "positions") or 0) if is_gpt2 else 0,
+        activation=str(_first(config, "activation") or ("gelu_new" if is_gpt2 else "")),
+        fused_qkv=family in _FUSED_QKV,
+        norms_all_heads=family in _NORMS_ALL_HEADS,
+        rotates=family not in _NOT_ROTATED,
+        by_sample_and_head=family in _SLOPES,
+    )
+
+
+def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
+    """In the words of each family."""
+    if family == "gpt_bigcode":
+        return 1 if config.get("multi_query", True) else heads
+    if family == "falcon":
+        if config.get("new_decoder_architecture"):
+            return int(config.get("num_kv_heads") or heads)
+        return 1 if config.get("multi_query", True) else heads
+    found = config.get("num_key_value_heads")
+    return heads if found is None else int(found)
+
+
+def _check_family(family: str, config: dict[str, Any]) -> None:
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
+    if experts:
+        raise ValueError(
+            f"{family or 'this model'} has {experts} experts, and the planner knows dense blocks of 1 MLP alone; "
+            "give a dense model, or a config of its dense equivalent"
+        )
+    if family not in _GATED and family not in _UNGATED:
+        raise ValueError(
+            f"model_type {family!r} is none of the {len(_GATED) + len(_UNGATED)} families whose block the planner knows; "
+            "give the model_type of the nearest one ('llama' for a gated MLP, 'gpt2' for a plain one), or a Workload"
+        )
+
+
+def _first(config: dict[str, Any], size: str) -> Any:
+    return next((config[key] for key in _NAMES[size] if config.get(key) is not None), None)
+
+
+def _integer(config: dict[str, Any], size: str) -> int:
+    value = _first(config, size)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"the config has {value!r} for {' or '.join(_NAMES[size])}; it has to be a whole number of at least 1"
+        )
+    return value

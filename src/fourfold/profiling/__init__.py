@@ -1,0 +1,1 @@
+"""The time and the traffic of one step."""

@@ -1,0 +1,137 @@
+"""Where the time of a step went: to computation, and to waiting for each axis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch import nn
+
+from fourfold.mesh.axes import AXES, Axis
+from fourfold.mesh.clock import clock_of
+from fourfold.mesh.collectives import Entry
+from fourfold.mesh.grid import Grid
+from fourfold.parallel.linear import Linear4D
+from fourfold.weights.api import is_streamed
+
+
+@dataclass
+class StepReport:
+    """The seconds of one rank in one step; filled in when the step is over.
+
+    On CPU ``compute_s`` is what the kernel says that the thread was busy, or would have been with a core of its own: it
+    is measured for itself, so what remains of the step, `other_s`, is waiting that nobody accounted for. On CUDA it is
+    the time that the stream which computes did not wait; there the waits of FSDP2 are its own and count as computation.
+    """
+
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    entries: list[Entry] = field(default_factory=list)
+
+    def exposed_s(self, axis: Axis | None = None) -> float:
+        """Seconds that this rank stood waiting for an axis, or for all of them."""
+        return sum(e.exposed_s for e in self.entries if axis is None or e.axis == axis)
+
+    @property
+    def other_s(self) -> float:
+        return self.step_s - self.compute_s - self.exposed_s()
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step_s:.4f} s = compute {self.compute_s:.4f}"]
+        lines += [f"{axis} {self.exposed_s(axis):.4f}" for axis in AXES if self.exposed_s(axis)]
+        return " + ".join([*lines, f"other {self.other_s:.4f}"])
+
+
+@contextmanager
+def measure_step(grid: Grid) -> Iterator[StepReport]:
+    """Time what happens inside, and the waiting in it.
+
+    Example:
+        >>> with measure_step(grid) as report:
+        ...     model(input_ids=ids, labels=ids).loss.backward()
+        >>> report.exposed_s() <= report.step_s
+        True
+    """
+    report = StepReport()
+    clock = clock_of(grid.device.type)
+    with grid.collectives.counting() as entries, grid.collectives.computing() as computing_s:
+        start = clock.mark()
+        yield report
+        end = clock.mark()
+    report.entries = entries
+    report.step_s = clock.elapsed_s(start, end)
+    # A host that only starts kernels is not what computes.
+    report.compute_s = computing_s[0] if clock.immediate else report.step_s - report.exposed_s()
+
+
+def describe_layout(
+    model: nn.Module, grid: Grid, micro_batches: int, activation_checkpointing: str, keep_bytes: int
+) -> dict[str, Any]:
+    """The layout that ran, as the planner's `Layout` takes it; only streamed weights can be kept."""
+    streamed = is_streamed(model)
+    return {
+        **{axis: grid.size(axis) for axis in AXES},
+        "micro_batches": micro_batches,
+        "activation_checkpointing": activation_checkpointing,
+        "keep_bytes": keep_bytes if streamed else 0,
+        "weights": "streamed" if streamed else "fsdp2",
+        **_describe_activations(model),
+    }
+
+
+def _describe_activations(model: nn.Module) -> dict[str, Any]:
+    """As any linear has them that is cut by tokens."""
+    cut = next((m for m in model.modules() if isinstance(m, Linear4D) and m.cuts is not None), None)
+    if cut is None:
+        return {"activations": "replicated", "keep_inputs": True}
+    return {"activations": "token-sharded", "keep_inputs": cut.group.overlap.keep_inputs}
+
+
+def save_run(
+    path: str | Path,
+    reports: Sequence[StepReport],
+    model: nn.Module,
+    grid: Grid,
+    *,
+    sequences: int,
+    length: int,
+    micro_batches: int = 1,
+    activation_checkpointing: str = "none",
+    keep_bytes: int = 0,
+    precision: str = "bf16",
+) -> None:
+    """Write the medians of some steps, and what ran, for ``fourfold plan --against``. One rank writes.
+
+    Measure whole steps, with clipping and optimizer, and leave the first two out. ``sequences`` is the global batch of a step.
+
+    Example:
+        >>> with measure_step(grid) as report:
+        ...     model(input_ids=ids, labels=ids).loss.backward()
+        >>> save_run(folder / "run.json", [report], model, grid, sequences=2, length=8)
+    """
+    if not reports:
+        raise ValueError("0 steps were measured; give at least 1 report of measure_step")
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise ValueError(
+            f"{type(model).__name__} has no Hugging Face configuration to save; give a model that has one"
+        )
+    run: dict[str, Any] = {
+        "model": config.to_dict(),
+        "layout": describe_layout(model, grid, micro_batches, activation_checkpointing, keep_bytes),
+        "sequences": sequences,
+        "length": length,
+        "precision": precision,
+        "steps": len(reports),
+        "measured": {
+            "step_s": median(r.step_s for r in reports),
+            "compute_s": median(r.compute_s for r in reports),
+            "exposed_s": {axis: median(r.exposed_s(axis) for r in reports) for axis in AXES},
+        },
+    }
+    Path(path).write_text(json.dumps(run, default=str))

@@ -1,0 +1,91 @@
+"""A timeline of a step for chrome://tracing or ui.perfetto.dev: the profiler's, with every collective and wait named.
+
+PyTorch's profiler shows operators and, on CUDA, kernels. Beside them come two processes of our own: collectives in
+flight, a track for each axis, and the waits for them. On CUDA a collective's kernel is the profiler's; ours is the span
+from its start on the host to the wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from fourfold.mesh.axes import AXES
+from fourfold.mesh.collectives import InFlightCollective
+from fourfold.mesh.grid import Grid
+
+# Process ids of our own tracks; above any of the operating system's (2^22 at most on Linux).
+_FLIGHTS, _WAITS = 10_000_001, 10_000_002
+
+
+@contextmanager
+def timeline(path: str | Path, grid: Grid) -> Iterator[None]:
+    """Write the trace of what happens inside to ``path``, from rank 0; with ``{rank}`` in it, from every rank.
+
+    Example:
+        >>> with timeline(folder / "step.json", grid):
+        ...     model(input_ids=ids, labels=ids).loss.backward()
+    """
+    rank = dist.get_rank()
+    writes = rank == 0 or "{rank}" in str(path)
+    activities = [ProfilerActivity.CPU]
+    if grid.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    if not writes:
+        yield
+        return
+    with grid.collectives.recording() as flights, profile(activities=activities) as profiler:
+        yield
+        if grid.device.type == "cuda":
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(raw))
+        trace = json.loads(raw.read_text())
+    trace["traceEvents"] += events(flights, origin_ns=trace["baseTimeNanoseconds"])
+    trace["fourfold"] = {"grid": str(grid), "rank": rank}
+    Path(str(path).replace("{rank}", str(rank))).write_text(json.dumps(trace))
+
+
+def events(flights: list[InFlightCollective], origin_ns: int) -> list[dict[str, Any]]:
+    """The trace events of collectives and waits; times are microseconds since ``origin_ns``."""
+
+    def micro(ns: int) -> float:
+        return (ns - origin_ns) / 1e3
+
+    out: list[dict[str, Any]] = []
+    for process, name, place in ((_FLIGHTS, "collectives in flight", -2), (_WAITS, "waits", -1)):
+        out.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        out.append({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": place}})
+    for number, axis in enumerate(AXES):
+        for process in (_FLIGHTS, _WAITS):
+            named = {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": axis}}
+            out.append(named)
+    for i, flight in enumerate(flights):
+        track = AXES.index(flight.axis)
+        name = f"{flight.axis} {flight.kind} {flight.module or flight.purpose}"
+        arguments = {
+            "axis": flight.axis,
+            "kind": flight.kind,
+            "purpose": flight.purpose,
+            "module": flight.module,
+            "bytes": flight.payload_bytes,
+            "exposed_s": sum(end - start for start, end in flight.waits_ns) / 1e9,
+        }
+        end_ns = flight.done_ns or max((end for _, end in flight.waits_ns), default=flight.issued_ns)
+        # Several may be in flight at once on one axis: asynchronous events, which a viewer puts side by side.
+        common = {"cat": "collective", "id": i, "pid": _FLIGHTS, "tid": track, "name": name}
+        out.append({**common, "ph": "b", "ts": micro(flight.issued_ns), "args": arguments})
+        out.append({**common, "ph": "e", "ts": micro(end_ns)})
+        for start_ns, stop_ns in flight.waits_ns:
+            wait = {"ph": "X", "cat": "wait", "pid": _WAITS, "tid": track, "name": f"wait {name}"}
+            out.append({**wait, "ts": micro(start_ns), "dur": (stop_ns - start_ns) / 1e3, "args": arguments})
+    return out

@@ -1,0 +1,51 @@
+"""All that stands beside the steps of a run, in its order."""
+
+from __future__ import annotations
+
+from fourfold.config.schema import RunConfig, steps_of
+from fourfold.train.loop.trainer import Callback
+from fourfold.train.observe.console import ConsoleLogger
+from fourfold.train.observe.evaluate import Evaluation
+from fourfold.train.observe.meter import Meter
+from fourfold.train.observe.metrics import JsonLines, TensorBoard
+from fourfold.train.observe.profile import Profile
+from fourfold.train.observe.report import RunReport
+from fourfold.train.resilience.bad_steps import BadSteps
+from fourfold.train.resilience.hang import HangWatch
+from fourfold.train.resilience.replica_check import ReplicaConsistencyCheck
+from fourfold.train.resilience.stragglers import Stragglers
+
+
+def callbacks_of(run: RunConfig) -> list[Callback]:
+    """Who finds figures comes before who shows them: the evaluation, the meter, then the others."""
+    logging, reliability = run.logging, run.reliability
+    callbacks: list[Callback] = [
+        HangWatch(reliability.timeout_s, reliability.first_step_timeout_s, logging.folder / "hang"),
+        *(
+            [BadSteps(reliability.spike_sigmas, reliability.roll_back_after)]
+            if reliability.skip_bad_steps
+            else []
+        ),
+        ReplicaConsistencyCheck(reliability.check_every_steps),
+        Stragglers(max(1, reliability.check_every_steps // 2), reliability.straggler_factor),
+        Evaluation(run.evaluation.sequences, run.evaluation.every_steps),
+        Meter(),
+    ]
+    callbacks.append(JsonLines(logging.folder))
+    if logging.tensorboard:
+        callbacks.append(TensorBoard(logging.folder))
+    if logging.wandb_project is not None:
+        from fourfold.train.observe.trackers import WeightsAndBiases
+
+        callbacks.append(WeightsAndBiases(logging.wandb_project, logging.folder))
+    if logging.mlflow_uri is not None:
+        from fourfold.train.observe.trackers import MLflow
+
+        callbacks.append(MLflow(logging.mlflow_uri, logging.folder))
+    if logging.prometheus_port is not None:
+        from fourfold.train.observe.prometheus import Prometheus
+
+        callbacks.append(Prometheus(logging.prometheus_port, logging.prometheus_address))
+    if logging.profile_steps is not None:
+        callbacks.append(Profile(logging.folder / "traces", *steps_of(logging.profile_steps)))
+    return [*callbacks, ConsoleLogger(), RunReport(logging.folder)]

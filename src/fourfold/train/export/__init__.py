@@ -1,5 +1,0 @@
-"""From a checkpoint to a folder that `from_pretrained` loads: files in, files out, no model and no ranks."""
-
-from fourfold.train.export.folder import Exported, export
-
-__all__ = ["Exported", "export"]

@@ -1,0 +1,81 @@
+"""The model of a run, parallel on its grid: from a configuration with drawn weights, or from safetensors."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fourfold import untrusted_input as outside
+from fourfold.config.schema import EngineSection, ModelSection
+from fourfold.mesh.grid import Grid
+from fourfold.parallel.parallelize import parallelize
+from fourfold.parallel.report import Report
+from fourfold.planner.inputs.layout import undivided_axis
+from fourfold.weights.overlap import Overlap
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(
+    model: ModelSection, engine: EngineSection, grid: Grid, seed: int, length: int
+) -> tuple[nn.Module, Report]:
+    """Built on meta; each rank draws or reads its own shards alone.
+
+    ``length``: of the sequences to come. Where tensor ranks do not divide it, some batch could not be cut by its tokens.
+    """
+    activations = engine.activations
+    undivided = undivided_axis(length, grid.y, grid.x)
+    if activations == "auto" and undivided is not None:
+        logger.warning(
+            "%s=%d does not divide the %d tokens of a sequence: activations are replicated",
+            *undivided,
+            length,
+        )
+        activations = "replicated"
+    with torch.device("meta"):
+        # Masters are fp32, also of weights that are stored in fewer bits, as config.json then says.
+        module: nn.Module = AutoModelForCausalLM.from_config(model_config(model), dtype=torch.float32)
+    report = parallelize(
+        module,
+        grid,
+        precision=engine.precision,
+        activations=activations,
+        activation_checkpointing=engine.activation_checkpointing,
+        weights=engine.weights,
+        overlap=Overlap(keep_bytes=engine.keep_weights_bytes, keep_inputs=engine.keep_inputs),
+        checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
+        seed=seed,
+    )
+    return module, report
+
+
+def model_config(model: ModelSection) -> Any:
+    """The Hugging Face configuration: of a file, a folder or a hub id."""
+    where = model.config or model.pretrained
+    assert where is not None
+    looks_local = where.suffix == ".json" or where.is_absolute() or str(where).startswith(".")
+    if not where.exists() and looks_local:
+        field = "config" if model.config else "pretrained"
+        raise ValueError(
+            f"model.{field}: there is no {where}; give a config.json, a folder with one, or a hub id"
+        )
+    try:
+        return outside.model_config(where)
+    except OSError as error:
+        raise ValueError(
+            f"{where} is no folder with a config.json, nor a hub id that can be reached: {error}"
+        ) from None
+
+
+def _local_folder(name: Path) -> Path:
+    """The folder of pretrained weights; a hub id is fetched by huggingface_hub, or taken from its cache."""
+    if name.exists():
+        return name
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"]))

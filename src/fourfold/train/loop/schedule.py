@@ -1,0 +1,29 @@
+"""The learning rate of each step: up from zero, then a cosine, or steady with a fall at the end, or steady."""
+
+from __future__ import annotations
+
+import math
+
+from fourfold.config.schema import ScheduleSection
+
+
+def rate_of_step(schedule: ScheduleSection, step: int) -> float:
+    """The part of the highest rate at which ``step`` (from 0) is taken.
+
+    Example:
+        >>> plan = ScheduleSection(steps=100, warmup_steps=10, final=0.1)
+        >>> [round(rate_of_step(plan, step), 3) for step in (0, 9, 10, 55, 99)]
+        [0.1, 1.0, 1.0, 0.542, 0.1]
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    if schedule.kind == "wsd":
+        left = min(1.0, (schedule.steps - 1 - step) / schedule.decay_steps)
+    elif step <= schedule.warmup_steps:
+        left = 1.0
+    else:
+        falls_over = max(1, schedule.steps - 1 - schedule.warmup_steps)
+        left = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - schedule.warmup_steps) / falls_over)))
+    return schedule.final + (1 - schedule.final) * max(0.0, left)

@@ -1,0 +1,1 @@
+"""Metrics, logs and reports of a run. Nothing here changes the run."""

@@ -1,0 +1,235 @@
+"""A run as one page to look at: its curves, where its time went, what was predicted, what it was."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from statistics import median
+from typing import Any
+
+from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.show.charts import (
+    COLOURS,
+    Curve,
+    bars,
+    curves,
+    document,
+    facts,
+    for_any_screen,
+    keys,
+    smooth,
+    tiles,
+)
+from fourfold.planner.show.compare import Comparison, in_words
+from fourfold.planner.show.tables import seconds, signed
+from fourfold.train.observe.columns import clock
+from fourfold.train.observe.run_metadata import amount
+
+_BLUE, _ORANGE, _TEAL, _PURPLE = "#4c78a8", "#f58518", "#54a24b", "#b279a2"
+_PART_COLOURS = {
+    "computation": "#4c78a8",
+    **{part: colour for part, colour in COLOURS.items() if part.startswith("exposed")},
+    "waiting for data": "#eeca3b",
+    "evaluation": "#72b7b2",
+    "checkpoint": "#79706e",
+    "other": "#b6c3d1",
+}
+Lines = Sequence[Mapping[str, float]]
+
+
+def page(
+    about: Mapping[str, Any], metrics: Lines, times_s: Mapping[str, float], seen: Comparison | str
+) -> str:
+    """``about`` is what ``run.json`` says, ``metrics`` the lines of ``metrics.jsonl``."""
+    title = f"{about['name']}, {amount(about['parameters'])} parameters"
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p class=note>{escape(_state(about, metrics))}</p>",
+        tiles(_headline(about, metrics)),
+        "<h2>Loss</h2>",
+        *_loss(metrics),
+        "<div class=pair>",
+        *_small(metrics),
+        "</div>",
+        "<h2>Where the time went</h2>",
+        *_times(about, times_s),
+        "<h2>A step against its prediction</h2>",
+        *_against(seen),
+        "<h2>The run</h2>",
+        facts(_facts(about)),
+    ]
+    return document(title, parts)
+
+
+def _state(about: Mapping[str, Any], metrics: Lines) -> str:
+    planned, last = about["config"]["schedule"]["steps"], int(metrics[-1]["step"])
+    starts = about["starts"]
+    began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(starts[0]["time"]))
+    words = [f"{last:,} of {planned:,} steps on {Layout(**about['layout'])}", f"started {began}"]
+    if len(starts) > 1:
+        words.append("resumed behind step " + ", ".join(f"{s['step']:,}" for s in starts[1:]))
+    broken = sum(not math.isfinite(line["loss"]) for line in metrics)
+    if broken:
+        words.append(f"{broken:,} lines without a finite loss")
+    return "; ".join(words) + "."
+
+
+def _headline(about: Mapping[str, Any], metrics: Lines) -> dict[str, str]:
+    last = metrics[-1]
+    figures = {"loss": f"{last['loss']:.4f}"}
+    validation = [line["validation_loss"] for line in metrics if "validation_loss" in line]
+    if validation:
+        figures["validation loss"] = f"{validation[-1]:.4f}"
+    figures["tokens/s, median"] = f"{median(line['tokens_per_s'] for line in metrics):,.0f}"
+    figures["a step, median"] = seconds(median(line["seconds"] for line in metrics))
+    if "mfu" in last:
+        figures["MFU, median"] = f"{median(line['mfu'] for line in metrics if 'mfu' in line):.1%}"
+    is_cpu = about["device"] == "CPU"
+    memory = max(line.get("memory_bytes", 0.0) for line in metrics)
+    figures["resident, rank 0" if is_cpu else "peak memory, rank 0"] = f"{memory / 2**30:.2f} GiB"
+    if "tokens" in last:
+        figures["tokens"] = amount(last["tokens"])
+    known = [start["seconds"] for start in about["starts"] if "seconds" in start]
+    if len(known) == len(about["starts"]):
+        figures["in all"] = clock(sum(known))
+    return figures
+
+
+def _points(metrics: Lines, name: str) -> list[tuple[float, float]]:
+    return [(line["step"], line[name]) for line in metrics if name in line]
+
+
+def _loss(metrics: Lines) -> list[str]:
+    losses, validation = _points(metrics, "loss"), _points(metrics, "validation_loss")
+    shown = [
+        Curve("this step", _BLUE, losses, is_faint=True),
+        Curve("training", _BLUE, smooth(losses)),
+        Curve("validation", _ORANGE, validation, has_dots=True),
+    ]
+    named = {"training (smoothed; single steps faint)": _BLUE}
+    if validation:
+        named["validation"] = _ORANGE
+    return [
+        keys(named),
+        for_any_screen(
+            lambda width: curves(shown, lambda loss: f"{loss:.4g}", width=width, height=200 + width // 8)
+        ),
+    ]
+
+
+def _small(metrics: Lines) -> list[str]:
+    out = []
+    for heading, name, colour, from_zero in (
+        ("Tokens a second", "tokens_per_s", _TEAL, True),
+        ("Learning rate", "learning_rate", _PURPLE, True),
+        ("Norm of the gradients", "gradient_norm", _BLUE, True),
+        ("Memory of rank 0, GiB", "memory_bytes", "#79706e", True),
+    ):
+        points = _points(metrics, name)
+        if name == "memory_bytes":
+            points = [(step, size / 2**30) for step, size in points]
+        if points:
+            chart = curves([Curve(heading.lower(), colour, points)], _short, from_zero=from_zero)
+            out.append(f"<div><h2>{heading}</h2>{chart}</div>")
+    return out
+
+
+def _short(value: float) -> str:
+    return amount(value) if value >= 1000 or value == 0 else f"{value:.3g}"
+
+
+def _times(about: Mapping[str, Any], times_s: Mapping[str, float]) -> list[str]:
+    times_s = _named(times_s)
+    parts = {part: times_s[part] for part in _PART_COLOURS if times_s.get(part, 0.0) > 0}
+    total_s = sum(parts.values())
+    rows = "".join(f"<tr><td>{part}<td>{_span(s)}<td>{s / total_s:.1%}" for part, s in parts.items())
+    out = [
+        keys({part: _PART_COLOURS[part] for part in parts}),
+        for_any_screen(lambda width: bars([("", parts)], _PART_COLOURS, _span, label=8, width=width)),
+        f"<table class=parts><tr><th>part<th>time<th>share{rows}<tr><td>all<td>{_span(total_s)}<td>100%</table>",
+    ]
+    notes = ["Exposed is what rank 0 stood waiting for an axis; computation is the rest of the steps."]
+    if about["device"] != "CPU":
+        notes.append("Waiting for data is the host's; the device may have been busy meanwhile.")
+    if about["device"] != "CPU" and about["layout"]["weights"] == "fsdp2":
+        notes.append("FSDP2 waits between its own streams, which counts as computation here.")
+    if "other" not in times_s:
+        notes.append(
+            "The run, or a start of it, has not come to its end: what it spent beside its lines is not here."
+        )
+    return [*out, f"<p class=note>{' '.join(notes)}</p>"]
+
+
+def _span(span_s: float) -> str:
+    return seconds(span_s) if span_s < 100 else clock(span_s)
+
+
+def _against(seen: Comparison | str) -> list[str]:
+    if isinstance(seen, str):
+        return [f"<p class=note>{escape(seen)} The step above is measured alone.</p>"]
+    run = seen.run
+    rest_s = max(0.0, run.step_s - sum(run.parts_s.values()))
+    measured = _named({**run.parts_s, "other": rest_s})
+    predicted = _named({**seen.predicted_s, "other": 0.0})
+    shown = [part for part in measured if measured[part] or predicted[part]]
+    rows = [
+        (name, {p: parts[p] for p in shown})
+        for name, parts in (("predicted", predicted), ("measured", measured))
+    ]
+    cells = "".join(
+        f"<tr><td>{part}<td>{seconds(predicted[part])}<td>{seconds(measured[part])}"
+        f"<td>{signed(measured[part] - predicted[part])}<td>{(measured[part] - predicted[part]) / run.step_s:+.1%}"
+        for part in shown
+    )
+    gap_s = run.step_s - seen.predicted_step_s
+    cells += (
+        f"<tr><td>step<td>{seconds(seen.predicted_step_s)}<td>{seconds(run.step_s)}<td>{signed(gap_s)}"
+        f"<td>{gap_s / run.step_s:+.1%}"
+    )
+    return [
+        keys({part: _PART_COLOURS[part] for part in shown}),
+        for_any_screen(lambda width: bars(rows, _PART_COLOURS, seconds, label=90, width=width)),
+        f"<table class=parts><tr><th>part of a step<th>predicted<th>measured<th>gap<th>of the step{cells}</table>",
+        f"<p>{escape(in_words(seen))}</p>",
+        f"<p class=note>Means of the middle half of rank 0's steps since the last start; the prediction is a simulation over the dry run of "
+        f"this layout on {escape(seen.cluster.name)}.</p>",
+    ]
+
+
+def _named(parts_s: Mapping[str, float]) -> dict[str, float]:
+    return {"computation" if part == "compute" else part: s for part, s in parts_s.items()}
+
+
+def _facts(about: Mapping[str, Any]) -> dict[str, str]:
+    config = about["config"]
+    batch, length = config["batch"]["tokens"], config["data"]["sequence_length"]
+    shape = about["model"]
+    sizes = [
+        f"{word} {shape[key]:,}"
+        for key, word in (
+            ("num_hidden_layers", "layers"),
+            ("hidden_size", "hidden"),
+            ("num_attention_heads", "heads"),
+            ("vocab_size", "vocabulary"),
+        )
+        if isinstance(shape.get(key), int)
+    ]
+    layout, optimizer, schedule = Layout(**about["layout"]), config["optimizer"], config["schedule"]
+    clipped = f", clipped to a norm of {optimizer['max_norm']:g}" if optimizer["max_norm"] else ""
+    return {
+        "model": f"{about['name']} ({shape.get('model_type', 'unknown')}): {', '.join(sizes)}; "
+        f"{about['parameters']:,} parameters, from {config['model']['pretrained'] or config['model']['config']}",
+        "grid": f"{layout.ranks} ranks of {about['device']}, {layout}, weights by {layout.weights}",
+        "data": "; ".join(
+            f"{source['path']} ({amount(source['tokens'])} tokens, weight {source['weight']:g})"
+            for source in about["data"]
+        ),
+        "batch": f"{batch // length:,} sequences of {length:,} tokens ({amount(batch)} tokens a step)",
+        "precision": f"{config['engine']['precision']}, activation checkpointing: {config['engine']['activation_checkpointing']}",
+        "optimizer": f"{optimizer['name']}, rate {optimizer['lr']:g}, weight decay {optimizer['weight_decay']:g}{clipped}",
+        "schedule": f"{schedule['kind']} over {schedule['steps']:,} steps, {schedule['warmup_steps']:,} of warm-up",
+        "seed": str(config["seed"]),
+        "versions": ", ".join(f"{name} {version}" for name, version in about["versions"].items()),
+    }

@@ -1,0 +1,1 @@
+"""Stop, roll back, or go on without lost replicas."""

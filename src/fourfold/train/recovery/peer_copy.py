@@ -1,0 +1,251 @@
+"""The state of a rank, from the rank at the same place of another replica: JSON and raw bytes over a socket, never pickle.
+
+    the step, 8 bytes  ->
+                       <-  the length of a table, 8 bytes; the table; the bytes of its tensors; their hash, 16 bytes
+
+torchft's own transports unpickle what a peer sends. Here nothing in it is executed, and memory is taken for tensors that
+this rank has itself.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+from fourfold.checkpoint import state
+from fourfold.checkpoint.index import DTYPE_NAMES, DTYPES
+from fourfold.checkpoint.optimizer import PREFIX
+from fourfold.checkpoint.pieces import Held
+from fourfold.checkpoint.state import Snapshot, TrainState
+
+MAX_TABLE_BYTES = 1 << 27
+MAX_PARTS = 64  # of a packed projection
+AT_ONCE_BYTES = 1 << 24
+_WORD = 8  # bytes of a step and of a length
+
+
+class CopyError(OSError):
+    """A peer did not send what this rank needs."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a peer sent, in the memory of the host: its values, and for each name the pieces in their order."""
+
+    values: dict[str, Any]
+    tensors: dict[str, list[Tensor]]
+    dtypes: dict[str, torch.dtype]
+    whole: dict[str, tuple[int, ...]]
+
+
+class PeerCopy:
+    """One rank's end of it: serves its state while it is offered, and fetches that of a peer.
+
+    The methods are those that `torchft.checkpointing.CheckpointTransport` names (0.2.0): ``send_checkpoint`` offers,
+    ``disallow_checkpoint`` ends the offer before the weights change, ``recv_checkpoint`` fetches. What torchft hands over
+    has the run's state under ``user`` and its own under ``torchft``.
+    """
+
+    def __init__(self, training: TrainState, host: str, timeout_s: float) -> None:
+        self._training, self._host, self._timeout_s = training, host, timeout_s
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._socket = socket.create_server(
+            ("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=64
+        )
+        self._changed = threading.Condition()
+        self._offer: tuple[int, bytes, list[Tensor]] | None = None
+        self._sending = 0
+        threading.Thread(target=self._serve, name="copies for peers", daemon=True).start()
+
+    # -- who has it ---------------------------------------------------------------------------------------------------
+
+    def metadata(self) -> str:
+        """Where a peer finds this rank."""
+        return f"{self._host}:{self._socket.getsockname()[1]}"
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
+    ) -> None:
+        """Offer it; nothing is copied: what is offered does not change before `disallow_checkpoint`."""
+        (snapshot,) = state_dict["user"].values()
+        table, tensors = _table(snapshot, state_dict["torchft"])
+        with self._changed:
+            self._offer = step, table, tensors
+            self._changed.notify_all()
+
+    def disallow_checkpoint(self) -> None:
+        with self._changed:
+            self._offer = None
+            # Each of them ends: its socket has a time-out.
+            self._changed.wait_for(lambda: self._sending == 0)
+
+    def shutdown(self, wait: bool = True) -> None:
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(self._timeout_s)
+            try:
+                step = int.from_bytes(_exactly(connection.makefile("rb"), _WORD), "little")
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._offer is not None and self._offer[0] == step, self._timeout_s
+                    )
+                    if self._offer is None or self._offer[0] != step:
+                        return
+                    _, table, tensors = self._offer
+                    self._sending += 1
+            except OSError:
+                return  # who asks is gone
+            try:
+                connection.sendall(len(table).to_bytes(_WORD, "little") + table)
+                digest = xxhash.xxh3_128(table)
+                for part in _parts(tensors):
+                    digest.update(part)
+                    connection.sendall(part)
+                connection.sendall(digest.digest())
+            except OSError:
+                pass
+            finally:
+                with self._changed:
+                    self._sending -= 1
+                    self._changed.notify_all()
+
+    # -- who needs it -------------------------------------------------------------------------------------------------
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
+        host, _, port = metadata.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout.total_seconds()) as connection:
+            connection.sendall(step.to_bytes(_WORD, "little"))
+            copied, manager = fetch(connection.makefile("rb"), self._training)
+        return {"user": {"default": copied}, "torchft": manager}
+
+
+def _table(snapshot: Snapshot, manager: dict[str, int]) -> tuple[bytes, list[Tensor]]:
+    tensors = {
+        name: {
+            # Of a tensor of which this rank has nothing, any would do.
+            "dtype": DTYPE_NAMES[held.pieces[0].local.dtype if held.pieces else torch.float32],
+            "whole": held.whole,
+            "pieces": [list(piece.local.shape) for piece in held.pieces],
+        }
+        for name, held in snapshot.tensors.items()
+    }
+    table = {"values": snapshot.values, "manager": manager, "tensors": tensors}
+    return json.dumps(table).encode(), [p.local for held in snapshot.tensors.values() for p in held.pieces]
+
+
+def _parts(tensors: list[Tensor]) -> Iterator[memoryview]:
+    for tensor in tensors:
+        for part in _bytes_of(tensor).split(AT_ONCE_BYTES):
+            yield memoryview(part.cpu().numpy())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def fetch(stream: BinaryIO, training: TrainState) -> tuple[Copied, dict[str, int]]:
+    """Read what a peer sends; (the run's state, torchft's)."""
+    length = int.from_bytes(_exactly(stream, _WORD), "little")
+    if length > MAX_TABLE_BYTES:
+        raise CopyError(f"a peer announces a table of {length} bytes; at most {MAX_TABLE_BYTES} are read")
+    raw = _exactly(stream, length)
+    digest = xxhash.xxh3_128(raw)
+    try:
+        table = json.loads(raw)
+        manager = {key: int(table["manager"][key]) for key in ("step", "batches_committed")}
+        copied = Copied(dict(table["values"]), {}, {}, {})
+        own = _shapes(training)
+        for name, fields in table["tensors"].items():
+            shapes = [tuple(int(size) for size in shape) for shape in fields["pieces"]]
+            _check_room(name, shapes, own)
+            copied.dtypes[name] = dtype = DTYPES[fields["dtype"]]
+            copied.whole[name] = tuple(int(size) for size in fields["whole"])
+            copied.tensors[name] = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CopyError(f"the table of a peer is not sound ({error!r:.300})") from error
+    for tensor in (t for pieces in copied.tensors.values() for t in pieces):
+        for part in _bytes_of(tensor).split(AT_ONCE_BYTES):
+            view = memoryview(part.numpy())
+            _fill(stream, view)
+            digest.update(view)
+    if _exactly(stream, digest.digest_size) != digest.digest():
+        raise CopyError("what a peer sent has not the hash that it sent with it")
+    return copied, manager
+
+
+def _shapes(training: TrainState) -> dict[str, list[tuple[int, ...]]]:
+    """Of the pieces that this rank has of each of the model's tensors."""
+    tensors = state.model_tensors(training.model, training.report)
+    return {
+        name.removeprefix(state.MODEL): [tuple(piece.local.shape) for piece in held.pieces]
+        for name, held in tensors.items()
+    }
+
+
+def _check_room(name: str, shapes: list[tuple[int, ...]], own: dict[str, list[tuple[int, ...]]]) -> None:
+    """The pieces are those of the model's own tensor; the optimizer may also have a number for each part of it."""
+    of_model = name.startswith(state.MODEL)
+    tensor = name.removeprefix(state.MODEL if of_model else PREFIX)
+    mine = own[tensor if of_model else tensor.rpartition(".")[0]]
+    are_numbers = not of_model and len(shapes) <= MAX_PARTS and not any(shapes)
+    if shapes != mine and not are_numbers:
+        raise ValueError(f"{name} has pieces of {shapes}, here {mine}")
+
+
+def apply(copied: Copied, training: TrainState) -> None:
+    """Make it this rank's state."""
+    stored = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=pieces[0].dtype), torch.Size(copied.whole[name]), []
+        )
+        for name, pieces in copied.tensors.items()
+    }
+    targets = state.targets(training, stored, copied.values)
+    for name, held in targets.items():
+        _copy_into(name, held, copied.tensors[name])
+    state.resume(training, copied.values)
+
+
+def _copy_into(name: str, held: Held, pieces: list[Tensor]) -> None:
+    if len(held.pieces) != len(pieces):
+        raise CopyError(f"a peer has {len(pieces)} pieces of {name}, this rank {len(held.pieces)}")
+    for mine, theirs in zip(held.pieces, pieces, strict=True):
+        if mine.local.shape != theirs.shape or mine.local.dtype != theirs.dtype:
+            raise CopyError(f"{name} is {theirs.dtype} of {tuple(theirs.shape)} at a peer, not as here")
+        mine.local.copy_(theirs)
+
+
+def _exactly(stream: BinaryIO, count: int) -> bytes:
+    got = stream.read(count)
+    if len(got) != count:
+        raise CopyError(f"a peer ended after {len(got)} of {count} bytes")
+    return got
+
+
+def _fill(stream: BinaryIO, view: memoryview) -> None:
+    got = 0
+    while got < len(view):
+        count = stream.readinto(view[got:])  # type: ignore[attr-defined]
+        if not count:
+            raise CopyError(f"a peer ended {len(view) - got} bytes too early")
+        got += count

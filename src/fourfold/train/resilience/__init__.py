@@ -1,0 +1,1 @@
+"""Checks during a run: hangs, stragglers, bad steps, replicas that differ."""

@@ -1,0 +1,235 @@
+"""One streamed weight: the shard that a rank stores, the block that it computes with, and the gradient of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+# There is no public name for the shards of an axis that comes before those which cut the same dim (torch 2.13.0).
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fourfold.errors import UnsupportedError
+from fourfold.mesh.axes import AXES, Axis
+from fourfold.mesh.collectives import Pending
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.reductions import GradientAxes
+
+
+class StreamedWeight:
+    """One parameter: the shard that this rank stores, and the block, whose memory comes and goes."""
+
+    def __init__(
+        self,
+        name: str,
+        places: list[tuple[nn.Module, str]],
+        block_index: int,
+        block_shape: torch.Size,
+        grid: Grid,
+        dtype: torch.dtype,
+        bundle_bytes: int,
+    ) -> None:
+        self.name, self.places, self.block_index = name, places, block_index
+        self._shape, self._z, self._dtype = block_shape, grid.z, dtype
+        self._collectives = grid.collectives
+        rows = block_shape[0] if block_shape else 1
+        self.row_numel = math.prod(block_shape[1:])
+        self.padded_rows_per_rank = -(-rows // grid.z)
+        element_bytes = torch.empty((), dtype=dtype).element_size()
+        # With the padding of rows that do not divide.
+        self.memory_bytes = self.padded_rows_per_rank * grid.z * self.row_numel * element_bytes
+        self.is_small = math.prod(block_shape) * element_bytes <= bundle_bytes
+        # Whole on each rank and in the precision of the work: the shard is the block.
+        self.is_alias = grid.z == 1 and dtype == torch.float32
+        # Who is told when its gradient of a backward is complete.
+        self.on_gradient: Callable[[StreamedWeight], None]
+        # Over which axes ranks have parts of its gradient; known when it is read.
+        self.sum_over: tuple[Axis, ...] | None = None
+        self.pending: Pending | None = None
+        # Since it was gathered: how many lanes its module has served, and whether others have read it.
+        self.passes = 0
+        self.is_read_elsewhere = False
+        self._block: Tensor | None = None
+        self._flat: Tensor | None = None
+        self._hooked = False
+        self._gathered = False
+        self._accumulated: Tensor | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        module, key = self.places[0]
+        return cast(nn.Parameter, module._parameters[key])
+
+    @property
+    def shard(self) -> Tensor:
+        # `to_local()` would put a node into the graph; FSDP2 reads the same attribute (torch 2.13.0).
+        return cast(DTensor, self.parameter)._local_tensor.detach()
+
+    def set_sum_over(self, axes: GradientAxes) -> None:
+        """Each rank has a part of the gradient over these."""
+        both = {*axes.parts, *axes.whole}
+        found = tuple(axis for axis in AXES if axis in both and self._collectives.size(axis) > 1)
+        if self.sum_over is not None and found != self.sum_over:
+            raise UnsupportedError(
+                f"{self.name} is used twice, with gradients that are sums over {self.sum_over} and over {found}; untie it, or "
+                "use weights='fsdp2'"
+            )
+        self.sum_over = found
+
+    # -- the block's memory -------------------------------------------------------------------------------------------
+
+    @property
+    def is_released(self) -> bool:
+        return not self._gathered and self.pending is None
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.pending is not None
+
+    def gather_input(self) -> Tensor:
+        """The shard in the precision of the work, padded to as many rows as the first rank has."""
+        return self.pad_rows(self.shard.to(self._dtype), self.padded_rows_per_rank)
+
+    def pad_rows(self, tensor: Tensor, rows: int | None = None) -> Tensor:
+        rows = self.padded_rows_per_rank * self._z if rows is None else rows
+        tensor = tensor.contiguous()
+        if tensor.shape[0] == rows:
+            return tensor
+        padded = tensor.new_zeros(rows, *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        return padded
+
+    def allocate(self) -> Tensor:
+        """Memory for the block, as a flat tensor that autograd does not watch."""
+        numel = self.padded_rows_per_rank * self._z * self.row_numel
+        if self._flat is None:
+            with torch.inference_mode(False):  # these tensors stay, and training is to use them
+                self._flat = torch.empty(numel, dtype=self._dtype, device=self.shard.device)
+                # The padding is at the end: the block is the front of the buffer.
+                self._block = self._flat[: math.prod(self._shape)].view(self._shape).detach()
+        else:
+            self._resize(numel * self._flat.element_size())
+        self._gathered = True
+        # Not by `detach`, which shares the version: to autograd the block does not change when its memory returns.
+        return self._flat.data
+
+    def arrive(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+    def release(self) -> None:
+        self.arrive()
+        if self._flat is not None and self._gathered:
+            self._resize(0)
+        self._gathered = False
+        self.passes, self.is_read_elsewhere = 0, False
+
+    def _resize(self, size_bytes: int) -> None:
+        assert self._flat is not None
+        self._flat.untyped_storage().resize_(size_bytes)
+
+    def block(self) -> Tensor:
+        """The tensor that forward reads: a leaf, whose gradient comes back here."""
+        if self.is_alias:
+            shard = self.shard
+            if self._block is None or _memory_of(self._block) != _memory_of(shard):
+                self._block, self._hooked = shard, False
+        assert self._block is not None
+        wanted = self.parameter.requires_grad
+        if self._block.requires_grad != wanted:
+            self._block.requires_grad_(wanted)
+        if wanted and not self._hooked:
+            self._block.register_post_accumulate_grad_hook(lambda _: self.on_gradient(self))
+            self._hooked = True
+        return self._block
+
+    # -- its gradient -------------------------------------------------------------------------------------------------
+
+    def pop_gradient(self, *, keep: bool) -> Tensor | None:
+        """The sum of the gradients since the last that was sent, in fp32; ``keep`` only adds to it."""
+        assert self._block is not None
+        gradient = self._block.grad
+        self._block.grad = None
+        assert gradient is not None
+        gradient = gradient.float()
+        if self._accumulated is not None:
+            gradient = self._accumulated.add_(gradient)
+        self._accumulated = gradient if keep else None
+        return None if keep else gradient
+
+    def set_gradient(self, shard_gradient: Tensor) -> None:
+        parameter = cast(DTensor, self.parameter)
+        local = shard_gradient.view(-1)[: parameter._local_tensor.numel()].view(parameter._local_tensor.shape)
+        if parameter.grad is not None:
+            cast(DTensor, parameter.grad)._local_tensor.add_(local)
+            return
+        # The constructor takes the placements as they are; `from_local` would look at each of them, each step.
+        parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    """Which memory it lies in; fake tensors, too, have a storage, but no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def shard_parameters(
+    model: nn.Module, grid: Grid, blocks: Sequence[nn.Module], dtype: torch.dtype, bundle_bytes: int
+) -> list[StreamedWeight]:
+    """Cut every parameter over z, in place; a tied one is one weight in several places."""
+    block_of = {module: i for i, block in enumerate(blocks) for module in block.modules()}
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, key))
+                names.setdefault(parameter, f"{name}.{key}" if name else key)
+    weights = []
+    for parameter, where in places.items():
+        block = cast(DTensor, parameter)._local_tensor.detach()
+        if block.ndim == 0 and grid.z > 1:
+            raise UnsupportedError(
+                f"{names[parameter]} is a single number, which z={grid.z} ranks cannot share; use z=1, or make it a "
+                "tensor of one element"
+            )
+        sharded = _cut_over_z(cast(DTensor, parameter), block, grid)
+        for module, key in where:
+            module._parameters[key] = sharded
+        index = block_of.get(where[0][0], -1)
+        weights.append(StreamedWeight(names[parameter], where, index, block.shape, grid, dtype, bundle_bytes))
+    return weights
+
+
+def _cut_over_z(parameter: DTensor, block: Tensor, grid: Grid) -> nn.Parameter:
+    if grid.z == 1:
+        shard = block
+    else:
+        rows = -(-block.shape[0] // grid.z)
+        start = min(grid.coordinate("z") * rows, block.shape[0])
+        # A copy, so that the block can be freed.
+        shard = block[start : start + rows].clone()
+    placements: list[Placement] = list(parameter.placements)
+    inner: tuple[Axis, ...] = ("y", "x")
+    cut = math.prod(
+        grid.size(a) for a in inner if isinstance(p := placements[AXES.index(a)], Shard) and p.dim == 0
+    )
+    if block.ndim > 0:
+        placements[AXES.index("z")] = Shard(0) if cut == 1 else _StridedShard(0, split_factor=cut)
+    local = DTensor.from_local(
+        shard, grid.mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
+
+
+def largest_block_bytes(weights: Sequence[StreamedWeight]) -> int:
+    """Bytes of the fp32 gradients of the largest block."""
+    totals: dict[int, int] = {}
+    for weight in weights:
+        if weight.block_index >= 0:
+            totals[weight.block_index] = totals.get(weight.block_index, 0) + math.prod(weight._shape) * 4
+    return max(totals.values(), default=0)

@@ -1,0 +1,153 @@
+"""Small versions of the benchmarks: what they promise holds, and a planted fault makes them fail."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import cluster, engine, families, headline, measure, memory, overlap, parity, traffic
+from fourfold.mesh.grid import Grid
+from fourfold.selftest import KINDS, Errors, grids_of
+
+
+def worst(pool, ranks, shape, kind, fault=None) -> Errors:
+    return Errors.worst(pool.run(parity.run_rank, ranks, shape, kind, fault))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 2, 2, 2), (2, 1, 1, 4)])
+def test_a_grid_trains_like_one_process(pool, kind, shape):
+    assert worst(pool, 8, shape, kind).within_bars()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (1, 1, 8, 1), (1, 8, 1, 1), (8, 1, 1, 1)])
+def test_each_axis_alone_trains_like_one_process(pool, shape):
+    assert worst(pool, 8, shape, "llama").within_bars()
+
+
+def test_sixteen_ranks_train_like_one_process(pool):
+    assert worst(pool, 16, (2, 2, 2, 2), "gpt2").within_bars()
+
+
+@pytest.mark.parametrize("fault", parity.FAULTS)
+def test_a_planted_fault_is_found(pool, fault):
+    assert not worst(pool, 8, (1, 2, 2, 2), "llama", fault).within_bars()
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("olmo2", "verified"),
+        ("phi3", "verified"),
+        ("bloom", "verified"),
+        ("minicpm3", "verified"),
+        ("qwen2_vl", "verified"),
+        ("eurobert", "verified"),  # labels that are not shifted
+        ("mixtral", "refused"),
+        ("qwen3_5", "refused"),
+    ],
+)
+def test_a_family_is_exact_or_refused(pool, name, status):
+    assert families.check(pool, families.find_family(name)).status == status
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
+@pytest.mark.parametrize("shape", traffic.GRIDS)
+def test_each_rank_sends_the_bytes_of_the_formulas(pool, kind, shape, weights):
+    for forward, backward in pool.run(traffic.count_rank, 8, kind, shape, weights):
+        assert traffic.check(kind, shape, weights, forward, backward) == []
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("llama", (1, 1, 4, 2)), ("gpt2", (1, 2, 2, 2))])
+def test_token_sharded_activations_send_the_same_bytes(pool, kind, shape):
+    options = (kind, shape, "streamed", "token-sharded")
+    for forward, backward in pool.run(traffic.count_rank, 8, *options):
+        assert traffic.check(kind, shape, "streamed", forward, backward, "token-sharded") == []
+
+
+def test_bytes_that_are_not_in_the_formulas_are_noticed(pool):
+    forward, backward = pool.run(traffic.count_rank, 8, "llama", (1, 2, 2, 2), "fsdp2")[0]
+    assert traffic.check("llama", (1, 2, 2, 2), "fsdp2", forward, backward[1:]) != []
+
+
+def test_loading_holds_no_more_than_a_ranks_own_part():
+    assert memory.main([]) == 0
+
+
+def test_the_self_test_cuts_every_axis():
+    for ranks in (1, 2, 3, 4, 6, 8, 12, 64, 512):
+        shapes = grids_of(ranks)
+        assert shapes
+        assert all(d * z * y * x == ranks for d, z, y, x in shapes)
+    assert {axis for shape in grids_of(8) for axis in range(4) if shape[axis] > 1} == {0, 1, 2, 3}
+
+
+SMALL = measure.llama(hidden=64, layers=2, heads=4, vocabulary=128)
+
+
+@pytest.mark.parametrize("part", [p for p, (_, hosts, _, _) in engine.PARTS.items() if hosts == 1])
+def test_each_part_of_the_engine_benchmark_is_measured(pool, part):
+    ranks = engine.PARTS[part][0]
+    result = pool.run(engine.measure, ranks, part, SMALL, 4, 16, 3)[0]
+    assert {"ours", "theirs"} <= set(result["times"])
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in result["times"].values())
+
+
+needs_cluster = pytest.mark.skipif(cluster.why_not() is not None, reason=str(cluster.why_not()))
+TINY = ["--hidden", "64", "--layers", "1", "--sequences", "4", "--length", "32", "--rounds", "3"]
+
+
+@needs_cluster
+@pytest.mark.parametrize("axis", ["x", "z"])
+def test_overlap_is_measured_and_drawn(axis, tmp_path, capsys):
+    figure, trace = tmp_path / "overlap.png", tmp_path / "trace.json"
+    arguments = ["--axes", axis, *TINY, "--figure", str(figure), "--timeline", str(trace)]
+    assert overlap.main(arguments) in (0, 1)  # so small a model proves nothing about the bar
+    said = capsys.readouterr().out
+    assert all(name in said for name in overlap.VARIANTS[axis])
+    assert figure.stat().st_size > 10_000
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+@needs_cluster
+def test_steps_between_hosts_are_measured_at_the_balanced_rate(capsys):
+    assert engine.main(["--only", "d-z2-hosts", *TINY]) in (0, 1)
+    assert "Mbit/s" in capsys.readouterr().out
+
+
+@needs_cluster
+def test_both_sides_of_the_headline_are_searched_and_timed(capfd):
+    sizes = ["--hidden", "64", "--layers", "1", "--rounds", "3", "--hosts", "2"]
+    code = headline.main(["--regimes", "strong", "--mbit", "1000", *sizes])
+    said = capfd.readouterr().out
+    (faster,) = re.findall(r"([0-9.]+) x faster", said)
+    assert code == (0 if float(faster) >= headline.BAR else 1)
+    assert "refused" not in said
+    # z * data is 1 or 2, so x * y is 4 or 2: seven grids, and three splits of theirs.
+    assert len(set(re.findall(r"^    ours (\(.*?\)) ", said, re.MULTILINE))) == 7
+    assert len(set(re.findall(r"^    theirs (replicas=\d+ shards=\d+ tensor=\d+)", said, re.MULTILINE))) == 3
+    assert "engine and overlap" in said
+
+
+def test_computation_and_communication_alone_are_what_they_say(pool):
+    for compute_calls, replayed, step in pool.run(count_alone, 4):
+        assert compute_calls == 0
+        assert replayed == step
+
+
+def count_alone():
+    """Calls of a step with nothing sent, and (axis, kind, calls, bytes) of a replay and of the step itself."""
+    grid = Grid.create((1, 2, 1, 2))
+    step = measure.stepper(measure.build(SMALL, grid), measure.batch(SMALL, 4, 16)[grid.local_rows(4)])
+    for _ in range(3):
+        step()
+    with measure.silent(), grid.collectives.counting() as silent:
+        step()
+    flights = measure.record(step, grid)
+    accounts = []
+    for work in (measure.replay(flights, grid), step):
+        with grid.collectives.counting() as entries:
+            work()
+        accounts.append([(e.axis, e.kind, e.purpose, e.calls, e.payload_bytes) for e in entries])
+    return sum(e.calls for e in silent), *accounts

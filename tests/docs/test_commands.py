@@ -1,0 +1,229 @@
+"""Every command and every example of the README and the docs is run, or read by the parser that would run it."""
+
+import json
+import os
+import re
+import shlex
+import tomllib
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import quickstart
+from benchmarks.ranks import RankPool
+from fourfold.cli.main import main as fourfold
+from fourfold.config.describe import model_config
+from fourfold.config.run_file import from_dict, load_run
+from fourfold.planner.inputs import cluster
+from tests import prepared, shown
+from tests.documented import (
+    PAGES,
+    ROOT,
+    Code,
+    blocks,
+    check,
+    commands,
+    parse,
+)
+
+# Commands that are not run here, by their exact words, and who runs them.
+ELSEWHERE = {
+    "fourfold drill run.toml": "tests/drill/test_drill.py::test_the_exercises_of_a_drill_come_out_right",
+    "fourfold drill run.toml --fault kill:at=optimizer,rank=1,step=4": "tests/drill/test_drill.py::test_a_drill_sees_a_run_that_does_not_come_back_as_it_was",
+    "fourfold drill run.toml --compare": "tests/drill/test_drill.py::test_a_run_on_a_cluster_is_compared_by_its_checkpoints",
+    "fourfold plan --cluster my-cluster.toml --against run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
+    "fourfold plan --cluster cluster.toml --against run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
+}
+# Blocks that are a file of the repository, and who runs it.
+EXAMPLES = {
+    "examples/quickstart.py": "benchmarks/quickstart.py::main",
+    "examples/own_model.py": "tests/docs/test_examples.py::test_the_example_of_an_own_model_trains_like_plain_pytorch",
+}
+# These start ranks on several machines, or on more of this one's than a test should: their words are parsed.
+CLUSTER = ("torchrun", "srun", "fourfold launch", "python -m benchmarks.", "python -m fourfold.launch.agent")
+# These are the cluster's own, and only it can parse them.
+OF_CLUSTERS = ("kubectl", "sbatch", "scancel", "squeue", "torchft_lighthouse")
+LANGUAGES = ("bash", "python", "toml", "text", "json", "yaml", "")
+SMALL_RUN = (
+    "model.config=small.json",
+    "data.sequence_length=16",
+    "batch.tokens=64",
+    "schedule.warmup_steps=0",
+    "engine.precision=fp32",
+    "evaluation.sequences=4",
+    "logging.every_steps=1",
+    "logging.tensorboard=false",
+)
+# What makes a command small enough for a test; an option that is given twice has its last value.
+SMALLER = {
+    "plan": ["--simulate", "0"],
+    "dryrun": ["--grid", "1,2,1,2", "--sequences", "4", "--length", "64"],
+    "train": [word for change in SMALL_RUN for word in ("--set", change)],
+}
+ALIKE = ("plan", "dryrun")  # no matter in which folder, and after what: run once
+
+WITH_CODE = [page for page in PAGES if blocks(page)]
+_done: set[str] = set()
+
+
+def is_quick_start(block: Code) -> bool:
+    """`benchmarks.quickstart` takes it from the README, and runs it from an empty environment."""
+    return block.page == "README.md" and block.text in quickstart.commands((ROOT / "README.md").read_text())
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that a reader of any page has."""
+    folder = tmp_path_factory.mktemp("given")
+    (folder / "text").mkdir()
+    # Many short documents, so that the usual part of them for validation is not empty.
+    words = [text[i : i + 200] for text in prepared.corpus() for i in range(0, len(text), 200)]
+    prepared.as_jsonl(words[:1500], folder / "text/part.jsonl")
+    (folder / "config.json").write_text(json.dumps(model_config("8b", 32_000)))
+    small = model_config("10m", 8192) | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    (folder / "small.json").write_text(json.dumps(small))
+    (folder / "cluster.toml").write_text(cluster.to_toml(cluster.load("dgx-h100")))
+    return folder
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_every_command_runs(page: str, given: Path, tmp_path: Path, pool: RankPool) -> None:
+    """Block after block in one folder, as a reader would."""
+    for file in given.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    trained = 0
+    for block in blocks(page):
+        assert block.language in LANGUAGES, f"{block}\nbegin it with ```bash, ```python, ```toml or ```text"
+        if block.language == "bash":
+            for command in commands(block):
+                trained = run(command, block, tmp_path, pool, trained)
+        elif block.language == "python":
+            run_python(block, tmp_path, pool)
+        elif block.language == "toml":
+            from_dict(
+                {"model": {"config": "a"}, "data": {"sources": [{"path": "b"}]}} | tomllib.loads(block.text)
+            )
+        else:
+            assert not re.search(r"^\$? ?(fourfold|torchrun|python|pip|srun) ", block.text, re.M), (
+                f"{block}\nuse ```bash"
+            )
+
+
+def run(command: str, block: Code, folder: Path, pool: RankPool, trained: int) -> int:
+    """Run a command, or have it parsed; returns how many steps the page's run has then."""
+    is_ours = re.match(r"([A-Z_]+=\S* )*(fourfold|torchrun|srun|python) ", command)
+    if is_ours:
+        try:
+            check(command)
+        except ValueError as refusal:
+            pytest.fail(f"{block.page}:{block.line}: {command}\n{refusal}")
+    needs_cluster = command.startswith(CLUSTER) if is_ours else command.split()[0] in OF_CLUSTERS
+    if is_quick_start(block) or command in ELSEWHERE or needs_cluster:
+        return trained
+    assert command.startswith("fourfold "), (
+        f"{block.page}:{block.line}: {command}\nnobody runs this; give it to a test, and name it in ELSEWHERE"
+    )
+    words = shlex.split(command)[1:]
+    if words[0] in ALIKE and command in _done:
+        return trained
+    _done.add(command)
+    words += SMALLER.get(words[0], [])
+    if words[0] != "train":
+        with chdir(folder):
+            assert fourfold(words) == 0, f"{block.page}:{block.line}: {command}"
+        return trained
+    words += ["--set", f"schedule.steps={trained + 1}"]
+    with chdir(folder):
+        options = parse(fourfold, words)
+        ranks = load_run(options.file, options.set).grid.size
+    assert pool.run(run_on_rank, ranks, str(folder), words) == [0] * ranks
+    steps = [json.loads(line)["step"] for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, trained + 2)), f"{block.page}:{block.line}: {command}"
+    return trained + 1
+
+
+def run_on_rank(folder: str, words: list[str]) -> int:
+    with chdir(folder):
+        return fourfold(words)
+
+
+def run_python(block: Code, folder: Path, pool: RankPool) -> None:
+    if any(block.text == (ROOT / path).read_text() for path in EXAMPLES):
+        return
+    pool.run(run_on_names, 1, str(folder), block.text, f"{block.page}:{block.line}")
+
+
+def run_on_names(folder: str, text: str, name: str) -> None:
+    rank = os.environ.pop("RANK")  # a plan is made where no rank runs
+    try:
+        with chdir(folder):
+            exec(compile(text, name, "exec"), shown.names(folder))
+    finally:
+        os.environ["RANK"] = rank
+
+
+@pytest.mark.parametrize("place", sorted({*ELSEWHERE.values(), *EXAMPLES.values()}))
+def test_who_is_said_to_run_it_exists(place: str) -> None:
+    path, name = place.split("::")
+    assert f"\ndef {name}(" in (ROOT / path).read_text(), place
+
+
+def test_nothing_is_listed_that_no_page_has() -> None:
+    found = {
+        command
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "bash"
+        for command in commands(block)
+    }
+    assert sorted(set(ELSEWHERE) - found) == []
+
+
+# -- it can fail ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "fourfold plan config.json --cluster dgx-h100 --devices 256",
+            "unrecognized arguments: --devices 256",
+        ),
+        ("fourfold trian run.toml", "invalid choice: 'trian'"),
+        ("fourfold dryrun config.json --grid 64,16,2 --sequences 4 --length 8", "not a grid"),
+        (
+            "torchrun --nproc-per-node 8 -m fourfold train run.toml --grid 1,2,2,2",
+            "unrecognized arguments: --grid",
+        ),
+        ("fourfold train run.toml --set optimizer.rate=1", "[optimizer] has no field 'rate'"),
+        ("torchrun --processes 8 examples/quickstart.py", "processes"),
+        ("torchrun --nproc-per-node 8 examples/quick.py", "there is no examples/quick.py"),
+        ("srun --ntasks 8 fourfold train run.toml --steps 3", "unrecognized arguments: --steps 3"),
+        ("python -m benchmarks.parity --rank-count 8", "unrecognized arguments: --rank-count 8"),
+        ("python -m benchmarks.nothing", "is no module"),
+    ],
+)
+def test_a_wrong_command_is_found(command: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check(command)
+
+
+def test_a_command_that_nobody_runs_is_found(tmp_path: Path) -> None:
+    block = blocks("docs/new.md", "```bash\ncurl example.org | sh\n```\n")[0]
+    with pytest.raises(AssertionError, match="nobody runs this"):
+        run(commands(block)[0], block, tmp_path, pool_that_is_not_needed(), 0)
+
+
+def pool_that_is_not_needed() -> Any:
+    return None
+
+
+def test_a_planted_option_in_a_page_is_found(tmp_path: Path) -> None:
+    text = (ROOT / "docs/training.md").read_text()
+    planted = text.replace("data info data --verify", "data info data --check")
+    assert planted != text
+    (block, *_) = blocks("docs/training.md", planted)
+    with pytest.raises(pytest.fail.Exception, match="unrecognized arguments: --check"):
+        run(commands(block)[1], block, tmp_path, pool_that_is_not_needed(), 0)

@@ -1,0 +1,289 @@
+"""Exported folders: what from_pretrained loads is what was trained, with its tokenizer, its facts, and little memory."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from benchmarks import export as round_trips
+from benchmarks.memory import resident_mb
+from benchmarks.ranks import RankPool
+from fourfold import Grid
+from fourfold.checkpoint import Checkpoints, TrainState
+from fourfold.checkpoint.folder import LocalFolder, open_folder
+from fourfold.checkpoint.manifest import Damaged
+from fourfold.cli.main import main
+from fourfold.config import run_file
+from fourfold.data.manifest import Manifest
+from fourfold.data.plan import Settings
+from fourfold.data.prepare import prepare
+from fourfold.export import export
+from fourfold.train.loop.trainer import Trainer
+from fourfold.train.observe.evaluate import Evaluation
+from fourfold.train.observe.metrics import JsonLines
+from tests.checkpoints import advance, start
+from tests.prepared import as_jsonl, corpus
+
+# -- out and in ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])  # packed and separate projections, both tied
+def test_a_family_goes_out_and_in_bit_by_bit(pool: RankPool, tmp_path: Path, family: str) -> None:
+    verdict = round_trips.round_trip(pool, family, tmp_path)
+    assert verdict.holds(), verdict
+    assert verdict.files > 1
+
+
+@pytest.mark.parametrize("fault", round_trips.FAULTS)
+def test_a_fault_on_the_way_is_noticed(pool: RankPool, tmp_path: Path, fault: str) -> None:
+    verdict = round_trips.round_trip(pool, "gpt2", tmp_path, fault)
+    assert not verdict.holds()
+    assert bool(verdict.exported) == bool(verdict.imported) == (fault == "weight")
+    assert (verdict.logits_error > round_trips.LOGITS_BAR) == (fault == "config")
+
+
+# -- the folder ----------------------------------------------------------------------------------------------------------
+
+
+def save_gpt2(folder: str) -> None:
+    """Steps 1 and 2, and the weights of neither are those of the start."""
+    training = start((1, 2, 1, 2), "gpt2", dtype="bfloat16")
+    with Checkpoints(folder) as checkpoints:
+        for _ in range(2):
+            advance(training)
+            checkpoints.save(training)
+
+
+@pytest.fixture(scope="module")
+def run(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "run"
+    pool.run(save_gpt2, 4, str(folder))
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def test_the_command_exports_a_step_or_the_newest(run: Path, tmp_path: Path) -> None:
+    assert main(["export", str(run), str(tmp_path / "newest")]) == 0
+    assert main(["export", f"{run}/step-2/", str(tmp_path / "named"), "--max-shard-size", "20KB"]) == 0
+    assert main(["export", str(run), str(tmp_path / "first"), "--step", "1"]) == 0
+    newest, named, first = (tensors(tmp_path / name) for name in ("newest", "named", "first"))
+    assert len(list((tmp_path / "newest").glob("*.safetensors"))) == 1
+    assert len(list((tmp_path / "named").glob("*.safetensors"))) > 2
+    assert set(newest) == set(named) == set(first)
+    assert all(torch.equal(newest[name], named[name]) for name in newest)
+    assert not any(torch.equal(newest[name], first[name]) for name in newest)
+    index = json.loads((tmp_path / "named" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in named.values())
+    assert max(file.stat().st_size for file in (tmp_path / "named").glob("*.safetensors")) < 25_000
+
+    config = json.loads((tmp_path / "newest" / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "named")
+    assert isinstance(loaded, GPT2LMHeadModel)
+    # The run's configuration said bfloat16, the masters are fp32: from_pretrained must not round them.
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, newest[name]), name
+
+
+def test_weights_are_cast_on_request_in_blocks_of_any_size(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(run, tmp_path / "wide")
+    monkeypatch.setattr("fourfold.checkpoint.storage.READ_BYTES", 1000)
+    assert main(["export", str(run), str(tmp_path / "half"), "--dtype", "bf16"]) == 0
+    wide, half = tensors(tmp_path / "wide"), tensors(tmp_path / "half")
+    assert {t.dtype for t in wide.values()} == {torch.float32}
+    for name, tensor in wide.items():
+        assert half[name].dtype == torch.bfloat16
+        assert torch.equal(half[name], tensor.bfloat16()), name
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_nothing_is_overwritten_and_nothing_left_half(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for taken in ("out", "other.tmp"):
+        (tmp_path / taken).mkdir()
+        assert main(["export", str(run), str(tmp_path / taken.removesuffix(".tmp"))]) == 2
+        assert not list((tmp_path / taken).iterdir())
+
+    write = LocalFolder.write
+
+    def fails_late(folder: LocalFolder, name: str, parts: Any) -> Any:
+        if name == "config.json":
+            raise OSError("the disk is full")
+        return write(folder, name, parts)
+
+    monkeypatch.setattr(LocalFolder, "write", fails_late)
+    with pytest.raises(OSError, match="full"):
+        export(run, tmp_path / "late")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "other.tmp"}
+
+
+@pytest.mark.parametrize("where", ["", ".", "..", "/", "memory://"])
+def test_a_name_that_is_none_is_refused(run: Path, where: str) -> None:
+    with pytest.raises(ValueError, match="names no folder"):
+        export(run, where)
+
+
+def test_a_damaged_checkpoint_is_never_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    for file in (f for f in run.rglob("*") if f.is_file()):
+        target = copy / file.relative_to(run)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.read_bytes())
+    file = copy / "step-2" / "rank-1.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert main(["export", str(copy), str(tmp_path / "out")]) == 0
+    assert "rank-1.safetensors" in capsys.readouterr().out
+    export(run, tmp_path / "first", step=1)
+    found, expected = tensors(tmp_path / "out"), tensors(tmp_path / "first")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for where, step in ((copy, 2), (copy / "step-2", None)):
+        with pytest.raises(Damaged, match="rank-1"):
+            export(where, tmp_path / "none", step=step)
+    assert not (tmp_path / "none").exists()
+    for where, step in ((copy, 7), (copy / "step-1", 2), (tmp_path / "nowhere", None)):
+        with pytest.raises(ValueError, match=r"step|no checkpoint"):
+            export(where, tmp_path / "none", step=step)
+
+
+def test_an_object_store_takes_it(run: Path, tmp_path: Path) -> None:
+    exported = export(run, "memory://models/gpt2")
+    export(run, tmp_path / "out")
+    store = open_folder("memory://models/gpt2")
+    assert exported.files[-1] == "config.json"  # what makes it a model
+    assert {name: store.read(name) for name in store.names()} == {
+        file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()
+    }
+    with pytest.raises(FileExistsError, match="memory://models/gpt2"):
+        export(run, "memory://models/gpt2")
+
+
+# -- tokenizer and card --------------------------------------------------------------------------------------------------
+
+
+def train(run: dict[str, Any]) -> None:
+    settings = run_file.from_dict(run)
+    callbacks = [Evaluation(2, every_steps=2), JsonLines(settings.logging.folder)]
+    trainer = Trainer(settings, Grid.create((1, 1, 1, 1)), callbacks)
+    with Checkpoints(settings.checkpoints.folder) as checkpoints:
+        trainer.train(checkpoints)
+
+
+def test_a_run_leaves_its_tokenizer_and_its_facts(pool: RankPool, tmp_path: Path) -> None:
+    text = as_jsonl(corpus(8), tmp_path / "text.jsonl")
+    data = prepare(
+        tmp_path / "data|set", [str(text)], Settings(train_vocab_size=300, validation=0.4), processes=1
+    )
+    LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1, vocab_size=304
+    ).save_pretrained(tmp_path / "model")
+    steps, tokens, length = 3, 64, 32
+    run = {
+        "model": {"config": str(tmp_path / "model")},
+        "data": {"sources": [{"path": str(tmp_path / "data|set")}], "sequence_length": length},
+        "batch": {"tokens": tokens},
+        "schedule": {"steps": steps, "warmup_steps": 1},
+        "engine": {"precision": "fp32"},
+        "checkpoints": {"folder": str(tmp_path / "run")},
+        "logging": {"folder": str(tmp_path / "logs")},
+    }
+    pool.run(train, 1, run)
+    out = tmp_path / "out"
+    exported = export(tmp_path / "run", out)
+    assert not exported.notes
+
+    tokenizer, model = AutoTokenizer.from_pretrained(out), LlamaForCausalLM.from_pretrained(out)
+    assert tokenizer.decode(tokenizer("def f(x):").input_ids) == "def f(x):"
+    # LlamaConfig says 2; the text was cut with another token.
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_id != 2
+
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n")
+    logged = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    parameters = sum(p.numel() for p in model.parameters())
+    fingerprint = Manifest.load(tmp_path / "data|set").fingerprint
+    for fact in (
+        "LlamaForCausalLM, step 3",
+        f"| parameters | {parameters:,} |",
+        f"| tokens seen | {steps * tokens} (6 samples of 32) |",
+        "| step | 3 of 3 |",
+        "data=1, z=1, y=1, x=1",
+        "name adamw, lr 0.0003",
+        "kind cosine, warmup steps 1",
+        "| precision | fp32, fp32 masters |",
+        f"{logged[-1]['loss']:.4f} at step 3",
+        f"{logged[-1]['validation_loss']:.4f} at step 3",
+        rf"data\|set | 1.0 | {fingerprint} |",
+        f"fingerprint {data.tokenizer.fingerprint}",
+        f"| torch | {torch.__version__} |",
+    ):
+        assert fact in card, fact
+    assert math.isfinite(logged[-1]["loss"])
+
+    # A log that goes on says nothing of what came after; a card without a log has no loss.
+    with (tmp_path / "logs" / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 4, "loss": 0.123456}\n{"step": 5, "lo')
+    export(tmp_path / "run", tmp_path / "later")
+    assert (tmp_path / "later" / "README.md").read_text() == card
+    (tmp_path / "logs" / "metrics.jsonl").unlink()
+    export(tmp_path / "run", tmp_path / "bare")
+    assert "## Loss" not in (tmp_path / "bare" / "README.md").read_text()
+
+
+def test_a_tokenizer_that_is_not_there_or_does_not_fit_is_told(run: Path, tmp_path: Path) -> None:
+    exported = export(run, tmp_path / "without")
+    assert any("--tokenizer" in note for note in exported.notes)
+    assert not list((tmp_path / "without").glob("tokenizer*"))
+
+    from fourfold.data.tokenizer import train_tokenizer
+
+    train_tokenizer(["to be or not to be"], 260).save_pretrained(tmp_path / "words")
+    with pytest.raises(ValueError, match="has 260 tokens, the model has rows for 131"):
+        export(run, tmp_path / "out", tokenizer=tmp_path / "words")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        export(run, tmp_path / "out", tokenizer=tmp_path / "empty")
+    assert not (tmp_path / "out").exists()
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+def save_large(folder: str) -> None:
+    """One tensor is most of the model."""
+    training = start((1, 1, 1, 1), "llama", vocab_size=700_000, hidden_size=64, tie_word_embeddings=True)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(TrainState(training.model, training.optimizer, training.report))
+
+
+def rise_mb(run: Path, out: Path) -> float:
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's way to reset VmHWM
+    before_mb = resident_mb("VmRSS")
+    export(run, out)
+    return resident_mb("VmHWM") - before_mb
+
+
+def test_memory_stays_far_below_the_model(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.run(save_large, 1, str(tmp_path / "run"))
+    rise = rise_mb(tmp_path / "run", tmp_path / "out")
+    size_mb = (tmp_path / "out" / "model.safetensors").stat().st_size / 1e6
+    assert rise < 90 < 0.51 * size_mb  # three blocks of 16 MiB, and what malloc keeps of them
+    # The measure sees a tensor that is held whole.
+    monkeypatch.setattr("fourfold.checkpoint.storage.READ_BYTES", 2**40)
+    assert rise_mb(tmp_path / "run", tmp_path / "whole") > size_mb

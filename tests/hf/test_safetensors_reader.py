@@ -1,0 +1,289 @@
+import json
+import math
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fourfold.hf import safetensors_reader as checkpoint_files
+from fourfold.hf.safetensors_reader import CheckpointFiles
+
+
+def piece(*bounds: tuple[int, int]) -> tuple[slice, ...]:
+    return tuple(slice(lo, hi) for lo, hi in bounds)
+
+
+def saved(path: Path, tensors: dict[str, Tensor]) -> Path:
+    save_file(tensors, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "fp32": torch.randn(40, 700, generator=generator),
+        "bf16": torch.randn(30, 20, 60, generator=generator).bfloat16(),
+        "four": torch.randn(3, 4, 5, 6, generator=generator),
+        "row": torch.randn(1000, generator=generator).half(),
+        "whole": torch.randint(-9, 9, (7, 3), generator=generator),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+    }
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Tensor]) -> Path:
+    return saved(tmp_path_factory.mktemp("single") / "model.safetensors", tensors)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Tensor]) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    weight_map = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        file = f"model-{number}.safetensors"
+        saved(folder / file, {name: tensor})
+        weight_map[name] = file
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@st.composite
+def bounds_in(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    pairs = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    whole = [draw(st.booleans()) for _ in shape]
+    return piece(*((0, n) if w else (lo, hi) for w, n, (lo, hi) in zip(whole, shape, pairs, strict=True)))
+
+
+@pytest.mark.parametrize("layout", ["file", "folder", "sharded"])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_piece_equals_the_slice_of_the_tensor(
+    layout: str, single: Path, sharded: Path, tensors: dict[str, Tensor], data: st.DataObject
+) -> None:
+    path = {"file": single, "folder": single.parent, "sharded": sharded}[layout]
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    index = data.draw(bounds_in(tuple(tensors[name].shape)))
+    dtype = data.draw(st.sampled_from([tensors[name].dtype, torch.float32, torch.bfloat16]))
+    transposed = data.draw(st.booleans())
+    expected = tensors[name][index].to(dtype)
+    out = torch.full(expected.shape[::-1], 99, dtype=dtype).permute(tuple(reversed(range(expected.ndim))))
+    out = out if transposed else out.contiguous()
+    with CheckpointFiles(path) as files:
+        assert files.names() == set(tensors)
+        assert files.shape(name) == tuple(tensors[name].shape)
+        assert files.dtype(name) == tensors[name].dtype
+        files.read_into(name, out, index)
+    assert torch.equal(out, expected)
+
+
+@given(data=st.data(), staging=st.integers(700 * 4, 20_000))
+@settings(max_examples=60, deadline=None)
+def test_any_staging_size_gives_the_same(
+    single: Path, tensors: dict[str, Tensor], data: st.DataObject, staging: int
+) -> None:
+    name = data.draw(st.sampled_from(["fp32", "bf16", "four"]))
+    index = data.draw(bounds_in(tuple(tensors[name].shape)))
+    expected = tensors[name][index].double()
+    out = torch.empty_like(expected)
+    with pytest.MonkeyPatch.context() as patch, CheckpointFiles(single) as files:
+        patch.setattr(checkpoint_files, "STAGING_BYTES", staging)
+        files.read_into(name, out, index)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("fp32", piece((3, 29), (0, 700))),  # rows
+        ("fp32", piece((3, 29), (100, 400))),  # columns of 1,200 bytes
+        ("bf16", piece((4, 9), (0, 20), (0, 60))),
+        ("bf16", piece((4, 9), (5, 16), (0, 60))),  # 1,320 bytes, contiguous over two dims
+        ("fp32", piece((5, 5), (0, 700))),
+        ("scalar", ()),
+    ],
+)
+def test_rows_and_wide_columns_cost_their_own_bytes(
+    single: Path, tensors: dict[str, Tensor], name: str, index: tuple[slice, ...], out_dtype: torch.dtype
+) -> None:
+    expected = tensors[name][index]
+    with CheckpointFiles(single) as files:
+        files.read_into(name, torch.empty(expected.shape, dtype=out_dtype), index)
+        assert files.bytes_read == expected.numel() * expected.element_size()
+
+
+def test_narrow_columns_cost_no_more_than_their_rows(single: Path, tensors: dict[str, Tensor]) -> None:
+    out = torch.empty(20, 8)
+    with CheckpointFiles(single) as files:
+        files.read_into("fp32", out, piece((10, 30), (64, 72)))
+        assert files.bytes_read <= 20 * 700 * 4
+    assert torch.equal(out, tensors["fp32"][10:30, 64:72])
+
+
+def test_narrow_columns_of_very_long_rows_cost_their_own_bytes(tmp_path: Path) -> None:
+    tensor = torch.arange(3 * 40_000).view(3, 40_000)
+    out = torch.empty(3, 8, dtype=torch.int64)
+    with CheckpointFiles(saved(tmp_path / "long.safetensors", {"w": tensor})) as files:
+        files.read_into("w", out, piece((0, 3), (64, 72)))
+        assert files.bytes_read == 3 * 8 * 8
+    assert torch.equal(out, tensor[:, 64:72])
+
+
+def test_a_parameter_that_requires_grad_can_be_read_into(single: Path, tensors: dict[str, Tensor]) -> None:
+    out = torch.nn.Parameter(torch.empty(1000, dtype=torch.half))
+    with CheckpointFiles(single) as files:
+        files.read_into("row", out, piece((0, 1000)))
+    assert torch.equal(out, tensors["row"])
+
+
+@pytest.mark.parametrize(
+    "index", [piece((0, 41), (0, 700)), piece((0, 40)), piece((5, 4), (0, 700)), piece((-1, 3), (0, 4))]
+)
+def test_an_index_outside_the_tensor_is_refused(single: Path, index: tuple[slice, ...]) -> None:
+    with CheckpointFiles(single) as files, pytest.raises(ValueError, match=r"model\.safetensors: index"):
+        files.read_into("fp32", torch.empty(0), index)
+
+
+def test_a_target_of_another_shape_is_refused(single: Path) -> None:
+    with CheckpointFiles(single) as files, pytest.raises(ValueError, match="does not fit"):
+        files.read_into("fp32", torch.empty(3, 700), piece((0, 2), (0, 700)))
+
+
+def test_unknown_names_and_closed_files_are_refused(single: Path, sharded: Path) -> None:
+    for path in (single, sharded):
+        with CheckpointFiles(path) as files, pytest.raises(ValueError, match="holds no tensor lm_head"):
+            files.shape("lm_head")
+        with pytest.raises(ValueError, match="closed"):
+            files.shape("fp32")
+
+
+def test_pickle_weights_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    for path in (tmp_path, tmp_path / "pytorch_model.bin", tmp_path / "absent"):
+        with pytest.raises(ValueError, match="safetensors"):
+            CheckpointFiles(path)
+
+
+def with_header(path: Path, header: object, data_bytes: int = 64, *, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(data_bytes))
+    return path
+
+
+def entry(dtype: str, shape: object, start: object, stop: object) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"", "JSON"),
+        (b"[1, 2]", "list"),
+        (b'{"w": ', "JSON"),
+        (b"\xff\xfe", "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b'{"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "w": {}}', "twice"),
+        ({"w": 3}, "sound dtype"),
+        ({"w": {"dtype": "F32", "shape": [2]}}, "sound dtype"),
+        ({"w": entry("F32", [-1], 0, 4)}, "sound dtype"),
+        ({"w": entry("F32", [True], 0, 4)}, "sound dtype"),
+        ({"w": entry("F32", [1.0], 0, 4)}, "sound dtype"),
+        ({"w": entry("F32", [1], -4, 0)}, "sound dtype"),
+        ({"w": entry("F32", [1] * 65, 0, 4)}, "sound dtype"),
+        ({"w": entry("F32", [20], 0, 80)}, "bytes 0 to 80 of 64"),
+        ({"w": entry("F32", [0], 8, 4)}, "bytes 8 to 4 of 64"),
+        ({"w": entry("F32", [3], 0, 8)}, "8 bytes, but its shape .* needs 12"),
+        ({"w": entry("F32", [2**62, 2**62], 0, 8)}, "8 bytes, but its shape"),
+        (
+            {"v": entry("F32", [4], 0, 16), "w": entry("F32", [4], 12, 28)},
+            "w begins at byte .* before the end of v",
+        ),
+        (
+            {"u": entry("U8", [0], 13, 13), "v": entry("F32", [4], 0, 16), "w": entry("F32", [4], 14, 30)},
+            "w begins at byte .* before the end of v",
+        ),
+    ],
+)
+def test_a_corrupt_header_is_refused(tmp_path: Path, header: object, message: str) -> None:
+    path = with_header(tmp_path / "bad.safetensors", header)
+    with pytest.raises(ValueError, match=rf"bad\.safetensors: (.|\n)*{message}"):
+        CheckpointFiles(path)
+
+
+@pytest.mark.parametrize("length", [10**6, 2**63, 2**64 - 1, 100_000_001])
+def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> None:
+    path = with_header(tmp_path / "bad.safetensors", {}, length=length)
+    with pytest.raises(ValueError, match=f"claims a header of {length} bytes"):
+        CheckpointFiles(path)
+
+
+def test_a_file_too_short_for_a_header_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.safetensors").write_bytes(b"1234567")
+    with pytest.raises(ValueError, match="7 bytes"):
+        CheckpointFiles(tmp_path / "bad.safetensors")
+
+
+def test_a_file_cut_short_after_opening_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "model.safetensors", {"w": torch.ones(1000)})
+    with CheckpointFiles(path) as files:
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - 400)
+        with pytest.raises(ValueError, match="400 bytes too early"):
+            files.read_into("w", torch.empty(1000), piece((0, 1000)))
+
+
+def test_other_dtypes_are_refused_by_name_but_do_not_hide_the_rest(tmp_path: Path) -> None:
+    tensors = {
+        "w": torch.ones(3),
+        "eighth": torch.ones(4).to(torch.float8_e4m3fn),
+        "mask": torch.ones(2, dtype=torch.bool),
+    }
+    with CheckpointFiles(saved(tmp_path / "model.safetensors", tensors)) as files:
+        out = torch.empty(3)
+        files.read_into("w", out, piece((0, 3)))
+        assert torch.equal(out, tensors["w"])
+        for name, dtype in (("eighth", "F8_E4M3"), ("mask", "BOOL")):
+            with pytest.raises(ValueError, match=f"{name} has dtype {dtype}"):
+                files.read_into(
+                    name, torch.empty(files.shape(name)), piece((0, math.prod(files.shape(name))))
+                )
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../up.safetensors",
+        "/etc/x.safetensors",
+        "a/b.safetensors",
+        "a\\b.safetensors",
+        "model.bin",
+        "",
+        3,
+        None,
+    ],
+)
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, file: object) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(ValueError, match="plain name"):
+        CheckpointFiles(tmp_path)
+
+
+def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "a.safetensors", {"v": torch.ones(1)})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "x": "absent.safetensors"}}))
+    with CheckpointFiles(index) as files:
+        with pytest.raises(ValueError, match=r"a\.safetensors holds w, but it does not"):
+            files.shape("w")
+        with pytest.raises(ValueError, match=r"absent\.safetensors: cannot be opened"):
+            files.shape("x")
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="no weight_map"):
+        CheckpointFiles(index)

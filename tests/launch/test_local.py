@@ -1,0 +1,195 @@
+"""What is refused before a rank starts, the planner's choice of a grid, and the command itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.ranks import RankError, RankPool
+from fourfold import Grid
+from fourfold.cli.main import main
+from fourfold.config.run_file import from_dict, load_run
+from fourfold.config.schema import CHOSEN_ALONG, RunConfig
+from fourfold.launch.local import check, local_ranks
+from fourfold.planner.inputs.layout import Layout
+from fourfold.processes import CONTINUE
+from fourfold.train.auto_layout import choose_layout, with_layout
+from fourfold.train.loop.trainer import Trainer, micro_batches
+from fourfold.train.observe.run_metadata import facts_of
+from fourfold.train.run import on_all_ranks, train
+from tests.training import as_toml, on, write_run
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+def test_a_batch_that_does_not_divide_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"are 8 sequences, which do not divide over data.z = 3 ranks; use 144"
+    ):
+        check(on(values, (3, 1, 1, 1)))
+    with pytest.raises(
+        ValueError, match="micro_batch_sequences=3 does not divide the 4 sequences of a rank; use 2"
+    ):
+        check(on(values, (2, 1, 1, 1), batch={"micro_batch_sequences": 3}))
+    assert micro_batches(4, 2) == 2
+
+
+def test_too_little_validation_text_is_refused(values: dict[str, Any]) -> None:
+    long = on(values, (1, 1, 1, 1), data={"sequence_length": 512}, batch={"tokens": 1024})
+    with pytest.raises(ValueError, match="no source has 512 tokens of validation text"):
+        check(long)
+
+
+def test_a_model_that_knows_too_few_tokens_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads((Path(values["model"]["pretrained"]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    with pytest.raises(
+        ValueError, match="the model knows 100 tokens, the data has 131; set vocab_size to 131"
+    ):
+        check(on(values | {"model": {"config": str(tmp_path)}}, (1, 1, 1, 1)))
+    with pytest.raises(ValueError, match=r"model.config: there is no .*missing.json"):
+        check(on(values | {"model": {"config": str(tmp_path / "missing.json")}}, (1, 1, 1, 1)))
+
+
+def test_ranks_are_those_of_the_grid_or_asked_for(values: dict[str, Any]) -> None:
+    assert local_ranks(on(values, (1, 2, 2, 2)), None) == 8
+    with pytest.raises(ValueError, match=r"--ranks 4 does not fit the grid data.z.y.x = 8"):
+        local_ranks(on(values, (1, 2, 2, 2)), 4)
+    automatic = from_dict(values | {"grid": {"auto": True, "cluster": "dgx-h100"}})
+    assert local_ranks(automatic, 4) == 4
+
+
+def test_one_rank_is_started_again_by_nobody(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml(values))
+    assert main(["train", str(file), "--max-restarts", "2"]) == 2
+    assert "--max-restarts 2 has no effect on a grid of one rank" in capsys.readouterr().err
+
+
+def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
+    run = from_dict(values | {"grid": {"auto": True, "cluster": "dgx-h100"}})
+    chosen = choose_layout(run, 8, simulate=0, quiet=True)
+    assert chosen.grid.size == 8
+    assert not chosen.grid.auto
+    check(chosen)
+    given = from_dict(
+        values
+        | {
+            "grid": {"auto": True, "cluster": "dgx-h100"},
+            "batch": {"tokens": 2 * values["data"]["sequence_length"]},
+            "engine": {"activations": "token-sharded", "keep_inputs": False},
+        }
+    )
+    small = choose_layout(given, 8, simulate=0, quiet=True)
+    assert small.grid.x * small.grid.y >= 4  # two sequences are for no more than two ranks
+    assert (small.engine.activations, small.engine.keep_inputs) == ("token-sharded", False)
+    given = from_dict(
+        values
+        | {
+            "grid": {"auto": True, "cluster": "dgx-h100"},
+            "batch": {"tokens": 8 * values["data"]["sequence_length"], "micro_batch_sequences": 1},
+            "engine": {"keep_weights_bytes": 4096},
+        }
+    )
+    for ranks in (1, 2, 8):
+        small = choose_layout(given, ranks, simulate=0, quiet=True)
+        assert (small.batch.micro_batch_sequences, small.engine.keep_weights_bytes) == (1, 4096)
+    with pytest.raises(ValueError, match="no layout of 131072 ranks can train this model on dgx-h100"):
+        choose_layout(run, 131072, simulate=0, quiet=True)
+
+
+def layout_of(run: RunConfig) -> dict[str, Any]:
+    layout: dict[str, Any] = facts_of(Trainer(run, Grid.create((1, 1, 1, 1))))["layout"]
+    return layout
+
+
+def test_a_report_is_about_the_layout_that_was_chosen(pool: RankPool, values: dict[str, Any]) -> None:
+    layout = Layout(1, 1, 1, 1, 4, "full", keep_bytes=4096, weights="streamed")
+    (found,) = pool.run(layout_of, 1, with_layout(on(values, (1, 1, 1, 1)), layout))
+    assert Layout(**found) == layout
+
+
+def refused_by(run: RunConfig) -> str:
+    try:
+        on_all_ranks(run)
+    except ValueError as refusal:
+        return str(refusal)
+    return "nothing"
+
+
+def test_a_grid_that_was_given_leaves_nobody_idle(pool: RankPool, values: dict[str, Any]) -> None:
+    """Ranks wait beside a layout that the planner has chosen; one that a person wrote is wrong."""
+    run = on(values, (1, 1, 1, 1))
+    run = run.model_copy(update={"grid": run.grid.model_copy(update={"cluster": "dgx-h100"})})
+    with pytest.raises(RankError, match="needs 1 ranks, but 2 are running"):
+        pool.run(train, 2, run)
+
+
+@pytest.mark.limit(30)
+def test_what_the_planner_fails_of_reaches_all_ranks(
+    pool: RankPool, values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also what is no refusal: a folder in the place of the cluster's file. The others wait for rank 0's answer."""
+    (tmp_path / "cluster.toml").mkdir()
+    run = from_dict(values | {"grid": {"auto": True, "cluster": str(tmp_path / "cluster.toml")}})
+    first, other = pool.run(refused_by, 2, run)
+    assert first == other
+    assert "Is a directory" in first
+
+
+def test_init_writes_a_run_that_loads(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    file, data = tmp_path / "run.toml", values["data"]["sources"][0]["path"]
+    assert main(["init", str(file), "--size", "10m", "--data", data]) == 0
+    assert main(["config", str(file), "--set", "optimizer.lr=0.5"]) == 0
+    shown = json.loads(capsys.readouterr().out.split("\n", 1)[1])
+    assert not CHOSEN_ALONG & load_run(file).engine.model_fields_set  # or `grid.auto` could not choose them
+    assert shown["optimizer"]["lr"] == 0.5
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["vocab_size"] == 131
+    assert main(["init", str(file), "--data", data]) == 2  # never overwritten
+    assert main(["init", str(tmp_path / "other.toml"), "--size", "7b", "--data", data]) == 2
+    assert main(["init", str(tmp_path / "other.toml"), "--data", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    for words in ("is there already", "no size '7b'; use one of 1m", "is no prepared data set"):
+        assert words in said
+
+
+@pytest.mark.limit(120)
+def test_the_command_starts_ranks_stops_when_asked_and_goes_on(tmp_path: Path) -> None:
+    """SIGTERM reaches the ranks through torchrun's launcher; what they saved is where the next command begins."""
+    values = write_run(tmp_path)
+    values["schedule"]["steps"] = 100_000
+    file = tmp_path / "run.toml"
+    file.write_text(as_toml(values))
+    command = [sys.executable, "-m", "fourfold", "train", str(file), "--set", "grid.x=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "logs" / "metrics.jsonl"
+    try:
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert "stopped and saved" in said, said
+    assert process.returncode == CONTINUE
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    folders = sorted(int(p.name.split("-")[1]) for p in (tmp_path / "checkpoints").iterdir())
+    assert folders[-1] == steps[-1]
+    more = ["--set", f"schedule.steps={steps[-1] + 2}"]
+    result = subprocess.run(
+        [*command[:-2], *more], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    again = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert again == list(range(1, steps[-1] + 3))

@@ -1,0 +1,274 @@
+"""The grid: who sits where, who reads which rows, how long a rank waits, and how a world is joined."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fourfold
+from benchmarks.ranks import RankPool
+from fourfold.mesh.axes import AXES, factorisations
+from fourfold.mesh.grid import Grid
+
+Shape = tuple[int, int, int, int]
+
+# -- factorisations ----------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_factorisations() -> None:
+    assert [len(factorisations(ranks)) for ranks in (1, 2, 8, 16)] == [1, 4, 20, 35]
+    # 2^15 ranks: 15 twos over 4 axes, (18 choose 3)
+    assert len(factorisations(32768)) == 816
+
+
+@given(st.integers(1, 200))
+def test_factorisations_are_all_there_is(ranks: int) -> None:
+    found = factorisations(ranks)
+    assert all(math.prod(shape) == ranks and min(shape) >= 1 for shape in found)
+    assert len(set(found)) == len(found)
+    # The e copies of each prime are dealt to 4 axes on their own: (e + 3 choose 3) ways.
+    expected, left, prime = 1, ranks, 2
+    while left > 1:
+        copies = 0
+        while left % prime == 0:
+            left, copies = left // prime, copies + 1
+        expected *= math.comb(copies + 3, 3)
+        prime += 1
+    assert len(found) == expected
+
+
+# -- places and rows: every rank in turn, of a world that is only imagined ---------------------------------------------
+
+
+@contextmanager
+def imagined(shape: Shape, rank: int) -> Iterator[Grid]:
+    """The grid as one rank sees it; its process group sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
+    try:
+        yield Grid.create(shape, device_type="cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+shapes = st.integers(1, 16).flatmap(lambda ranks: st.sampled_from(factorisations(ranks)))
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
+@settings(max_examples=25, deadline=None)
+@given(shapes, st.integers(1, 3))
+def test_places_and_rows(shape: Shape, rows_each: int) -> None:
+    data, z, y, x = shape
+    global_batch = rows_each * data * z
+    readers: dict[int, set[tuple[int, int]]] = {row: set() for row in range(global_batch)}
+    seats = set()
+    for rank in range(math.prod(shape)):
+        with imagined(shape, rank) as grid:
+            place = {axis: grid.coordinate(axis) for axis in AXES}
+            rows = range(global_batch)[grid.local_rows(global_batch)]
+            assert grid.shape == shape
+            assert tuple(grid.size(axis) for axis in AXES) == shape
+            assert grid.batch_ranks == data * z
+        # x innermost, then y, z, data
+        assert rank == ((place["data"] * z + place["z"]) * y + place["y"]) * x + place["x"]
+        assert len(rows) == rows_each
+        seats.add(tuple(place.values()))
+        for row in rows:
+            readers[row].add((place["data"], place["z"]))
+    assert len(seats) == math.prod(shape)
+    # Each row belongs to one place on (data, z), whose x and y ranks all read it: the sets would be larger if not.
+    assert all(len(places) == 1 for places in readers.values())
+    assert len(set.union(*readers.values())) == data * z
+
+
+def take_a_seat(shape: Shape) -> tuple[dict[str, int], dict[str, list[int]], tuple[int, int], int]:
+    grid = Grid.create(shape)
+    groups = {axis: dist.get_process_group_ranks(grid.mesh.get_group(axis)) for axis in AXES}
+    rows = grid.local_rows(8)
+    total = torch.tensor(dist.get_rank())
+    grid.collectives.all_reduce(total, "x", "check").wait()
+    return {axis: grid.coordinate(axis) for axis in AXES}, groups, (rows.start, rows.stop), int(total)
+
+
+def test_eight_ranks_are_seated(pool: RankPool) -> None:
+    seats = pool.run(take_a_seat, 8, (2, 2, 1, 2))
+    assert [tuple(place.values()) for place, *_ in seats] == [
+        (0, 0, 0, 0),
+        (0, 0, 0, 1),
+        (0, 1, 0, 0),
+        (0, 1, 0, 1),
+        (1, 0, 0, 0),
+        (1, 0, 0, 1),
+        (1, 1, 0, 0),
+        (1, 1, 0, 1),
+    ]
+    assert seats[5][1] == {"data": [1, 5], "z": [5, 7], "y": [5], "x": [4, 5]}
+    assert [rows for _, _, rows, _ in seats] == [
+        (0, 2),
+        (0, 2),
+        (2, 4),
+        (2, 4),
+        (4, 6),
+        (4, 6),
+        (6, 8),
+        (6, 8),
+    ]
+    assert [total for *_, total in seats] == [1, 1, 5, 5, 9, 9, 13, 13]
+
+
+# -- time-outs ---------------------------------------------------------------------------------------------------------
+
+
+def timeouts_of(shape: Shape, timeout_s: float) -> dict[str, timedelta]:
+    grid = Grid.create(shape, timeout_s=timeout_s)
+    cpu = torch.device("cpu")
+    return {
+        axis: grid.mesh.get_group(axis)._get_backend(cpu).options._timeout
+        for axis in AXES
+        if grid.size(axis) > 1
+    }
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2, 2), (2, 2, 1, 2), (1, 1, 1, 8)])
+def test_axis_groups_have_the_timeout_that_was_asked_for(shape: Shape, pool: RankPool) -> None:
+    axes = {axis for axis, size in zip(AXES, shape, strict=True) if size > 1}
+    for timeout_s in (41.0, 67.5):  # the second grid shares the groups of the first, and sets its own
+        for found in pool.run(timeouts_of, 8, shape, timeout_s):
+            assert found == dict.fromkeys(axes, timedelta(seconds=timeout_s))
+
+
+def lose_a_peer(timeout_s: float, gave_up: Path) -> tuple[float, str]:
+    """On (1, 1, 2, 2) rank 3 does not come to the all-reduce over x: how long do the others wait, and what for?"""
+    grid = Grid.create((1, 1, 2, 2), timeout_s=timeout_s)
+    message = ""
+    start_s = time.monotonic()
+    if dist.get_rank() == 3:
+        while not gave_up.exists() and time.monotonic() < start_s + 60:
+            time.sleep(0.05)
+    else:
+        try:
+            grid.collectives.all_reduce(torch.zeros(1), "x", "activation").wait()
+        except RuntimeError as error:
+            message = str(error)
+            gave_up.touch()
+    waited_s = time.monotonic() - start_s
+    dist.destroy_process_group()  # these ranks have a broken group: the pool must not use them again
+    return waited_s, message
+
+
+def test_a_lost_peer_ends_the_wait(pool: RankPool, tmp_path: Path) -> None:
+    timeout_s = 2.0
+    waits = pool.run(lose_a_peer, 4, timeout_s, tmp_path / "gave_up")
+    assert [message for _, message in waits[:2]] == ["", ""]  # they sit on another x group
+    waited_s, message = waits[2]
+    assert "imed out" in message
+    assert timeout_s * 0.9 <= waited_s < timeout_s + 8
+
+
+# -- joining a world ---------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, os, sys
+import torch, torch.distributed as dist
+from fourfold import Grid
+
+assert not dist.is_initialized()
+grid = Grid.create((1, 1, 1, 2), device_type="cpu", timeout_s=60)
+total = torch.tensor([grid.coordinate("x") + 1.0])
+grid.collectives.all_reduce(total, "x", "check").wait()
+found = {"backend": dist.get_backend(), "x": grid.coordinate("x"), "total": total.item()}
+found |= {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+open(os.path.join(sys.argv[1], f"rank-{dist.get_rank()}.json"), "w").write(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+def outside_environment() -> dict[str, str]:
+    """This process's environment without any trace of a world."""
+    marks = ("SLURM_", "TORCHELASTIC_", "MASTER_")
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+    kept = {k: v for k, v in os.environ.items() if k not in names and not k.startswith(marks)}
+    source = str(Path(fourfold.__file__).parents[1])
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source, "GLOO_SOCKET_IFNAME": loopback}
+
+
+def free_port(low: int, high: int) -> int:
+    for port in range(low + os.getpid() % 1000, high):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise OSError(f"no free port in {low}..{high}")
+
+
+def check_joined(folder: Path, master: str) -> None:
+    for rank in (0, 1):
+        assert json.loads((folder / f"rank-{rank}.json").read_text()) == {
+            "backend": "gloo",
+            "x": rank,
+            "total": 3.0,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": master,
+        }
+
+
+def test_slurm(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    # The port is 20000 + job % 20000.
+    job = {"SLURM_JOB_ID": str(40_000 + free_port(20_000, 40_000) - 20_000), "SLURM_NTASKS": "2"}
+    job |= {"SLURM_JOB_NODELIST": "elsewhere[1-2]", "SLURM_STEP_NODELIST": "localhost,elsewhere[1-2]"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)],
+            env=outside_environment() | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        for task in tasks:
+            _, errors = task.communicate(timeout=150)
+            assert task.returncode == 0, errors
+    finally:
+        for task in tasks:
+            task.kill()
+    check_joined(tmp_path, "localhost")
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    world = [
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port(40_000, 60_000)),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *world, str(script), str(tmp_path)],
+        env=outside_environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    check_joined(tmp_path, "127.0.0.1")

@@ -1,0 +1,485 @@
+"""Each layer on the grid computes what the stock module computes: outputs, gradients, and no more traffic than needed."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+import fourfold as ff
+from benchmarks.ranks import RankPool
+from fourfold import Grid
+from tests.models import VOCABULARY, assert_shards_close, batch, build, gradients, local_gradients
+
+Shape = tuple[int, int, int, int]
+GRIDS_OF_4: list[Shape] = [(1, 1, 2, 2), (1, 1, 1, 4), (1, 1, 4, 1)]
+HIDDEN, INNER = 16, 24
+
+
+def on_y(tensor: Tensor, grid: Grid) -> Tensor:
+    """This rank's part of hidden features."""
+    return tensor.chunk(grid.y, dim=-1)[grid.coordinate("y")].contiguous()
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def randomise(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for i, parameter in enumerate(module.parameters()):
+            parameter.copy_(0.3 * random(*parameter.shape, seed=100 + i))
+    return module
+
+
+def assert_same_step(
+    stock: nn.Module, model: nn.Module, report: ff.Report, grid: Grid, seed: int = 0, **options: Any
+) -> None:
+    """Forward and backward of both on hidden features of shape (2, 5, hidden)."""
+    whole = random(2, 5, HIDDEN, seed=seed).requires_grad_()
+    local = on_y(whole.detach(), grid).requires_grad_()
+    upstream = random(2, 5, HIDDEN, seed=seed + 1)
+    for module in (stock, model):
+        module.zero_grad()
+    expected = stock(whole, **options)
+    expected.backward(upstream)
+    output = model(local, **options)
+    output.backward(on_y(upstream, grid))
+    torch.testing.assert_close(output, on_y(expected, grid), rtol=1e-5, atol=1e-5)
+    assert whole.grad is not None
+    torch.testing.assert_close(local.grad, on_y(whole.grad, grid), rtol=1e-5, atol=1e-5)
+    unused = [parameter for parameter in stock.parameters() if parameter.grad is None]
+    for parameter in unused:
+        parameter.grad = torch.zeros_like(parameter)
+    for parameter in model.parameters():
+        assert unused or parameter.grad is not None
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    assert_shards_close(local_gradients(model), gradients(stock), report, grid, bar=1e-5)
+
+
+# -- linears ------------------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.gate = nn.Linear(HIDDEN, INNER, bias=bias)
+        self.up = nn.Linear(HIDDEN, INNER, bias=bias)
+        self.down = nn.Linear(INNER, HIDDEN, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normal = self.norm(hidden)
+        return self.down(nn.functional.silu(self.gate(normal)) * self.up(normal))
+
+
+class ClampingMlp(Mlp):
+    """Changes in place what its linears return."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normal = self.norm(hidden)
+        gate = self.gate(normal).clamp_(-0.4, 0.4)
+        up = self.up(normal).mul_(3.0)
+        return self.down(gate * up).add_(hidden)
+
+
+MLP_ROLES = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+
+
+def activation_traffic(entries: list[Any]) -> dict[str, tuple[int, int]]:
+    return {e.axis: (e.calls, e.payload_bytes) for e in entries if e.purpose == "activation"}
+
+
+def linears(shape: Shape) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    grid = Grid.create(shape)
+    for stock in (Mlp(bias=True), Mlp(bias=False), ClampingMlp(bias=True), ClampingMlp(bias=False)):
+        randomise(stock)
+        model = copy.deepcopy(stock)
+        report = ff.parallelize(model, grid, roles=MLP_ROLES)
+        for seed in (0, 10):
+            assert_same_step(stock, model, report, grid, seed)
+
+    model = randomise(Mlp())
+    ff.parallelize(model, grid, roles=MLP_ROLES)
+    hidden = on_y(random(2, 5, HIDDEN), grid).requires_grad_()
+    traffic = []
+    for _ in range(2):
+        with grid.collectives.counting() as forward:
+            output = model(hidden)
+        with grid.collectives.counting() as backward:
+            output.sum().backward()
+        traffic.append((activation_traffic(forward), activation_traffic(backward)))
+    return traffic
+
+
+@pytest.mark.parametrize("shape", GRIDS_OF_4)
+def test_linears_are_exact_and_siblings_share_one_all_reduce_each_way(pool: RankPool, shape: Shape) -> None:
+    _, _, y, x = shape
+    tokens, number = 2 * 5, 4
+    gate_and_up = 2 * tokens * INNER // x * number
+    down = tokens * HIDDEN // y * number
+    forward = {"y": (1, gate_and_up), "x": (1, down)}
+    # Backward, the gradients of the inputs: of `down` over y, of the one input of `gate` and `up` over x.
+    backward = {"y": (1, tokens * INNER // x * number), "x": (1, tokens * HIDDEN // y * number)}
+    expected = tuple({a: e for a, e in way.items() if {"y": y, "x": x}[a] > 1} for way in (forward, backward))
+    for traffic in pool.run(linears, 4, shape):
+        assert traffic == [expected, expected]
+
+
+class Siblings(nn.Module):
+    """Three linears of one shape; ``reads`` says which of two inputs each reads, or "-" if it is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = LlamaRMSNorm(HIDDEN)
+        self.a = nn.Linear(HIDDEN, INNER, bias=False)
+        self.b = nn.Linear(HIDDEN, INNER, bias=False)
+        self.c = nn.Linear(HIDDEN, INNER, bias=False)
+        self.out = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, hidden: Tensor, reads: str) -> Tensor:
+        normal = self.norm(hidden)
+        inputs = (normal, torch.sin(normal))
+        total = torch.zeros(())
+        for weight, (member, which) in enumerate(zip((self.a, self.b, self.c), reads, strict=True), start=1):
+            if which != "-":
+                total = total + weight * member(inputs[int(which)])
+        return self.out(total)
+
+
+SIBLING_ROLES = {"a": "colwise", "b": "colwise", "c": "colwise", "out": "rowwise"}
+
+
+def siblings_of_several_inputs(shape: Shape, schedules: list[tuple[str, ...]]) -> None:
+    grid = Grid.create(shape)
+    for schedule in schedules:
+        stock = randomise(Siblings())
+        model = copy.deepcopy(stock)
+        report = ff.parallelize(model, grid, roles=SIBLING_ROLES)
+        for step, reads in enumerate(schedule):
+            assert_same_step(stock, model, report, grid, seed=10 * step, reads=reads)
+
+
+def test_siblings_that_do_not_read_one_input_are_exact_in_every_forward(pool: RankPool) -> None:
+    # All ways to begin, each followed by others: groups are settled by the first forward.
+    firsts = ["".join(reads) for reads in itertools.product("01", repeat=3)] + ["0-0", "-01", "0--", "10-"]
+    pool.run(siblings_of_several_inputs, 4, (1, 1, 2, 2), [(first, first, "001", "110") for first in firsts])
+    pool.run(siblings_of_several_inputs, 4, (1, 1, 4, 1), [("010", "000"), ("0-1", "010")])
+
+
+class InputChangedBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = LlamaRMSNorm(HIDDEN)
+        self.a = nn.Linear(HIDDEN, INNER)
+        self.b = nn.Linear(HIDDEN, INNER)
+        self.out = nn.Linear(INNER, HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normal = self.norm(hidden)
+        first = self.a(normal)
+        normal.mul_(-2.0)
+        return self.out(first + 3.0 * self.b(normal))
+
+
+def without_gradients(shape: Shape) -> None:
+    grid = Grid.create(shape)
+    for kind in (Mlp, InputChangedBetween):
+        stock = randomise(kind())
+        model = copy.deepcopy(stock)
+        roles = MLP_ROLES if kind is Mlp else {"a": "colwise", "b": "colwise", "out": "rowwise"}
+        report = ff.parallelize(model, grid, roles=roles)
+        # FSDP2 serves inference mode once it has its buffers, so not in the first forward.
+        for seed, context in enumerate((torch.no_grad, torch.no_grad, torch.inference_mode, torch.no_grad)):
+            hidden = random(2, 5, HIDDEN, seed=seed)
+            with context():
+                output, expected = model(on_y(hidden, grid)), on_y(stock(hidden), grid)
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        if kind is Mlp:
+            assert_same_step(stock, model, report, grid)
+
+
+def test_evaluation_is_exact_also_where_an_input_changes_between_siblings(pool: RankPool) -> None:
+    pool.run(without_gradients, 4, (1, 1, 2, 2))
+
+
+# -- norms --------------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "LayerNorm": lambda: nn.LayerNorm(HIDDEN, eps=1e-5),
+    "LayerNorm without bias": lambda: nn.LayerNorm(HIDDEN, eps=1e-3, bias=False),
+    "nn.RMSNorm": lambda: nn.RMSNorm(HIDDEN, eps=1e-6),
+    "Llama": lambda: LlamaRMSNorm(HIDDEN, eps=1e-2),
+    "T5": lambda: T5LayerNorm(HIDDEN),
+    "Gemma, 1 + w": lambda: Gemma2RMSNorm(HIDDEN, eps=1e-6),
+}
+
+
+def norm_step(norm: nn.Module, hidden: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    hidden = hidden.clone().requires_grad_()
+    output = norm(hidden)
+    output.backward(upstream.to(output.dtype))
+    assert hidden.grad is not None
+    return output.detach(), hidden.grad, gradients(norm)
+
+
+def norms(shape: Shape) -> None:
+    grid = Grid.create(shape)
+    hidden, upstream = 2.0 * random(3, 7, HIDDEN) + 0.5, random(3, 7, HIDDEN, seed=1)
+    for name, make in NORMS.items():
+        stock = randomise(Normed(make()))
+        expected, expected_hidden, expected_parameters = norm_step(stock, hidden, upstream)
+        rounded = hidden.bfloat16()
+        rough, rough_hidden, _ = norm_step(copy.deepcopy(stock).bfloat16(), rounded, upstream)
+        for precision in ("fp32", "bf16"):
+            model = copy.deepcopy(stock)
+            report = ff.parallelize(model, grid, precision=precision)
+            local = on_y(hidden if precision == "fp32" else rounded, grid).requires_grad_()
+            output = model(local)
+            output.backward(on_y(upstream, grid).to(output.dtype))
+            found = local_gradients(model)
+
+            def say(text: str, case: str = f"{name} in {precision}") -> str:
+                return f"{case}: {text}"
+
+            assert local.grad is not None
+            if precision == "fp32":
+                torch.testing.assert_close(output, on_y(expected, grid), rtol=1e-5, atol=1e-5, msg=say)
+                torch.testing.assert_close(
+                    local.grad, on_y(expected_hidden, grid), rtol=1e-5, atol=1e-5, msg=say
+                )
+                assert_shards_close(found, expected_parameters, report, grid, bar=1e-5)
+            else:
+                # One unit in the last of 8 bits, where fp32 statistics round to the other side.
+                torch.testing.assert_close(output, on_y(rough, grid), rtol=2**-7, atol=1e-4, msg=say)
+                torch.testing.assert_close(
+                    local.grad, on_y(rough_hidden, grid), rtol=2**-5, atol=1e-2, msg=say
+                )
+                assert_shards_close(found, expected_parameters, report, grid, bar=2e-2)
+
+
+def mean_of_a_thousand(shape: Shape) -> None:
+    grid = Grid.create(shape)
+    hidden, upstream = 1e3 + random(3, 7, HIDDEN), random(3, 7, HIDDEN, seed=1)
+    stock = randomise(Normed(nn.LayerNorm(HIDDEN)))
+    model = copy.deepcopy(stock)
+    report = ff.parallelize(model, grid)
+    exact = norm_step(stock.double(), hidden.double(), upstream.double())
+    local = on_y(hidden, grid).requires_grad_()
+    output = model(local)
+    output.backward(on_y(upstream, grid))
+    assert local.grad is not None
+    # fp32 knows 1000 to 3e-5. Mean square minus squared mean would err by 6e-2.
+    torch.testing.assert_close(output.double(), on_y(exact[0], grid), rtol=0.0, atol=3e-4)
+    torch.testing.assert_close(local.grad.double(), on_y(exact[1], grid), rtol=0.0, atol=3e-4)
+    assert_shards_close(
+        {k: v.double() for k, v in local_gradients(model).items()}, exact[2], report, grid, bar=3e-4
+    )
+
+
+@pytest.mark.parametrize("shape", GRIDS_OF_4)
+def test_norms_are_those_of_all_features(pool: RankPool, shape: Shape) -> None:
+    pool.run(norms, 4, shape)
+    pool.run(mean_of_a_thousand, 4, shape)
+
+
+# -- embedding ----------------------------------------------------------------------------------------------------------
+
+
+class Lookup(nn.Module):
+    def __init__(self, rows: int, padding_idx: int | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(rows, HIDDEN, padding_idx=padding_idx)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids)
+
+
+def lookups(shape: Shape) -> None:
+    grid = Grid.create(shape)
+    for rows, padding_idx in ((10, None), (10, 7), (10, -10), (4, 1), (16, 15)):
+        stock = randomise(Lookup(rows, padding_idx))
+        model = copy.deepcopy(stock)
+        report = ff.parallelize(model, grid)
+        ids = torch.arange(3 * 8).reshape(3, 8) % rows
+        upstream = random(3, 8, HIDDEN)
+        expected = stock(ids)
+        expected.backward(upstream)
+        output = model(ids)
+        output.backward(on_y(upstream, grid))
+        torch.testing.assert_close(output, on_y(expected, grid), rtol=0.0, atol=0.0)
+        assert_shards_close(local_gradients(model), gradients(stock), report, grid, bar=1e-6)
+
+
+@pytest.mark.parametrize("shape", GRIDS_OF_4)
+def test_embedding_with_few_rows_and_with_a_padding_row(pool: RankPool, shape: Shape) -> None:
+    pool.run(lookups, 4, shape)
+
+
+# -- the loss -----------------------------------------------------------------------------------------------------------
+
+
+def exact_cross_entropy(
+    logits: Tensor, labels: Tensor, softcap: float | None, z_loss: float, num_items: int | None
+) -> tuple[Tensor, Tensor]:
+    """In fp64, from all logits: the loss and its gradient."""
+    wide = logits.double().requires_grad_()
+    capped = wide if softcap is None else softcap * torch.tanh(wide / softcap)
+    counted = labels != -100
+    total = nn.functional.cross_entropy(capped.flatten(0, -2), labels.flatten(), reduction="sum")
+    total = total + z_loss * torch.logsumexp(capped, -1)[counted].square().sum()
+    loss = total / (num_items or max(1, int(counted.sum())))
+    loss.backward()
+    assert wide.grad is not None
+    return loss.detach(), wide.grad
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"z_loss": 1e-2},
+    {"softcap": 5.0},
+    {"softcap": 30.0, "z_loss": 1e-3, "num_items": 7},
+]
+
+
+def losses(shape: Shape, vocabulary: int) -> None:
+    grid = Grid.create(shape)
+    rows = grid.local_rows(4)
+    for dtype, (case, options) in itertools.product((torch.float32, torch.bfloat16), enumerate(OPTIONS)):
+        # Large enough that their exponentials overflow if no maximum is taken away.
+        offset = 0.0 if "softcap" in options else 100.0
+        logits = (4.0 * random(4, 6, vocabulary, seed=case) + offset).to(dtype)
+        labels = torch.randint(vocabulary, (4, 6), generator=torch.Generator().manual_seed(case))
+        labels[0, :5] = labels[1] = -100  # one label, none, all, all
+        settings = {"softcap": None, "z_loss": 0.0, "num_items": None} | options
+        expected, gradient = exact_cross_entropy(logits, labels, **settings)
+
+        columns = [*logits[rows].split(-(-vocabulary // grid.x), dim=-1), *[logits[rows, :, :0]] * grid.x]
+        place = grid.coordinate("x")
+        local = columns[place].clone().requires_grad_()
+        loss = ff.cross_entropy(local, labels[rows], grid, vocab_size=vocabulary, **options)
+        loss.backward()
+        first = -(-vocabulary // grid.x) * place
+        part = gradient[rows, :, first : first + local.shape[-1]]
+        bar = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+        loss_bar = bar if "softcap" in options else 1e-5  # capped in the precision of the logits
+        torch.testing.assert_close(loss.double(), expected, rtol=loss_bar, atol=0.0)
+        assert local.grad is not None
+        assert local.grad.dtype == dtype
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(local.grad.double(), part, rtol=bar, atol=bar * largest)
+        whole = ff.full_logits(local, grid, vocab_size=vocabulary, batch=local.shape[:-1])
+        torch.testing.assert_close(whole, logits[rows], rtol=0.0, atol=0.0)
+
+    nothing = torch.full((4, 6), -100)[rows]
+    loss = ff.cross_entropy(local, nothing, grid, vocab_size=vocabulary)
+    assert loss.item() == 0.0
+    assert ff.count_labels(labels[rows], grid).item() == int((labels != -100).sum())
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 4), (2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 1)])
+@pytest.mark.parametrize("vocabulary", [131, 3])
+def test_cross_entropy_is_that_of_all_logits_and_all_ranks(
+    pool: RankPool, shape: Shape, vocabulary: int
+) -> None:
+    pool.run(losses, 4, shape, vocabulary)
+
+
+def model_losses(shape: Shape) -> None:
+    grid = Grid.create(shape)
+    stock = build("llama")
+    model = copy.deepcopy(stock)
+    ff.parallelize(model, grid)
+    ids, labels = batch(4)
+    rows = grid.local_rows(len(ids))
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    calls: list[dict[str, Any]] = [
+        {"labels": labels},
+        {"labels": labels, "num_items_in_batch": 17},
+        {"labels": labels, "num_items_in_batch": torch.tensor(17)},
+        {"labels": labels, "shift_labels": shifted},
+    ]
+    for options in calls:
+        local = {k: v[rows] if k.endswith("labels") else v for k, v in options.items()}
+        expected = stock(input_ids=ids, **options)
+        found = model(input_ids=ids[rows], **local)
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0.0)
+    logits = ff.full_logits(found.logits, grid, vocab_size=VOCABULARY, batch=ids[rows].shape)
+    torch.testing.assert_close(logits, expected.logits[rows], rtol=1e-4, atol=1e-5)
+    # A loss of one's own, from the logits that the model gives.
+    own = ff.cross_entropy(found.logits, shifted[rows], grid, vocab_size=VOCABULARY)
+    torch.testing.assert_close(own, expected.loss, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 2), (2, 1, 1, 2), (1, 2, 2, 1)])
+def test_loss_of_a_hugging_face_model_is_that_of_the_global_batch(pool: RankPool, shape: Shape) -> None:
+    pool.run(model_losses, 4, shape)
+
+
+# -- ids that no rank holds, vocabularies that are not told ---------------------------------------------------------
+
+
+def message_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def outside_the_vocabulary(shape: Shape) -> tuple[str, str, str]:
+    grid = Grid.create(shape)
+    model = build("llama")
+    ff.parallelize(model, grid)
+    ids, _ = batch(4)
+    ids = ids[grid.local_rows(4)]
+    beyond = ids.clone()
+    beyond[0, 3] = VOCABULARY  # stock PyTorch raises an IndexError here
+    return (
+        message_of(lambda: model(input_ids=beyond)),
+        message_of(lambda: model(input_ids=ids, labels=beyond)),
+        message_of(lambda: ff.cross_entropy(model(input_ids=ids).logits, beyond, grid)),
+    )
+
+
+def test_ids_and_labels_outside_the_vocabulary_are_refused(pool: RankPool) -> None:
+    for messages in pool.run(outside_the_vocabulary, 4, (1, 1, 2, 2)):
+        assert [
+            "input id of model.embed_tokens" in messages[0],
+            "label" in messages[1],
+            "label" in messages[2],
+        ] == [True] * 3
+
+
+def vocabulary_not_told(shape: Shape) -> tuple[float, float]:
+    grid = Grid.create(shape)
+    logits, labels = random(2, 3, 63), torch.randint(63, (2, 3), generator=torch.Generator().manual_seed(1))
+    own = logits.chunk(grid.x, dim=-1)[grid.coordinate("x")]  # 32 columns and 31
+    gathered = ff.full_logits(own, grid, batch=labels.shape)
+    assert torch.equal(gathered, logits)
+    right = nn.functional.cross_entropy(logits.view(-1, 63), labels.view(-1))
+    return float(ff.cross_entropy(own, labels, grid)), float(right)
+
+
+def test_a_vocabulary_that_does_not_divide_need_not_be_told(pool: RankPool) -> None:
+    for ours, right in pool.run(vocabulary_not_told, 2, (1, 1, 1, 2)):
+        assert ours == pytest.approx(right, rel=1e-6)

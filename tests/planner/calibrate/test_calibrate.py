@@ -1,0 +1,194 @@
+"""Calibration: fits find what was planted, the file it writes is a cluster, and a slower link shows in it."""
+
+import dataclasses
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.cluster import Cluster as Network
+from benchmarks.cluster import why_not
+from fourfold.cli.calibrate import as_file
+from fourfold.cli.main import main
+from fourfold.dry_run.events import Operation
+from fourfold.planner.calibrate.calibrate import Sizes, calibrate
+from fourfold.planner.calibrate.fit import collective_deviations, fit_links, fit_phases
+from fourfold.planner.calibrate.probe import KINDS, positions, slow_downs
+from fourfold.planner.calibrate.reference import Case, Listed
+from fourfold.planner.cost.collective import collective_s
+from fourfold.planner.cost.compute import operation_s
+from fourfold.planner.inputs.cluster import LIBRARIES, Links, load, preset
+from fourfold.planner.inputs.measured import CollectiveTimes, MatmulTime, Measured, PhaseCost
+
+needs_network = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+SIZES = (2.0**10, 2.0**14, 2.0**20, 2.0**22)
+
+
+def series_of(cluster, world):
+    """What the formulas say, as if it had been measured."""
+    return [
+        CollectiveTimes(
+            kind, ranks, inner, SIZES, tuple(collective_s(kind, s, ranks, inner, cluster) for s in SIZES)
+        )
+        for kind in KINDS
+        for ranks, inner in positions(world)
+    ]
+
+
+def planted(node_gbps=0.05):
+    library = dataclasses.replace(
+        LIBRARIES["gloo"],
+        device_share=1.0,
+        node_share=1.0,
+        reduce_scatter_factor=1.0,
+        base_us=300.0,
+        hop_us=80.0,
+        net_hop_us=150.0,
+        small_base_us=300.0,
+        small_hop_us=80.0,
+        small_net_hop_us=150.0,
+    )
+    return dataclasses.replace(preset("dgx-h100"), links=Links(2, 1.0, node_gbps), library=library)
+
+
+def test_links_that_obey_the_formulas_are_found_again():
+    cluster = planted()
+    links, library, parameters = fit_links(series_of(cluster, 8), 2, LIBRARIES["gloo"])
+    assert links.device_gbps == pytest.approx(1.0, rel=0.02)
+    assert links.node_gbps == pytest.approx(0.05, rel=0.02)
+    found = [library.base_us, library.hop_us, library.net_hop_us]
+    assert found == pytest.approx([300, 80, 150], rel=0.1)
+    assert {p.name: p.value for p in parameters}["node_gbps"] == links.node_gbps
+    fitted = dataclasses.replace(
+        cluster, links=links, library=library, measured=Measured(collectives=tuple(series_of(cluster, 8)))
+    )
+    assert all(abs(d.error) < 0.1 for d in collective_deviations(fitted))
+
+
+@pytest.mark.parametrize("disturbed", range(len(SIZES)))
+def test_a_disturbed_payload_of_one_kind_does_not_change_the_rate(disturbed):
+    """A fiftieth of a second goes to something else, in each position."""
+    series = [
+        dataclasses.replace(
+            times, seconds=tuple(s + 0.02 * (i == disturbed) for i, s in enumerate(times.seconds))
+        )
+        if times.kind == "all_gather"
+        else times
+        for times in series_of(planted(), 8)
+    ]
+    links, _, _ = fit_links(series, 2, LIBRARIES["gloo"])
+    assert links.device_gbps == pytest.approx(1.0, rel=0.02)
+    assert links.node_gbps == pytest.approx(0.05, rel=0.02)
+
+
+def test_a_measurement_off_the_formulas_is_told():
+    cluster = planted()
+    series = series_of(cluster, 8)
+    series[0] = dataclasses.replace(series[0], seconds=tuple(3 * s for s in series[0].seconds))
+    told = collective_deviations(dataclasses.replace(cluster, measured=Measured(collectives=tuple(series))))
+    assert sum(abs(d.error) > 0.5 for d in told) == len(SIZES)
+
+
+def test_costs_of_phases_are_found_again():
+    true = (PhaseCost("forward", 30.0, 200.0, 4.0), PhaseCost("backward", 10.0, 100.0, 8.0))
+    measured = Measured(matmuls=(MatmulTime(64, 64, 64, 1e-4),), phases=true)
+    cluster = dataclasses.replace(preset("dgx-h100"), measured=measured)
+
+    def operations(phase, count, moved):
+        of_memory = Operation(phase, "layer", "aten.mul.Tensor", "memory", 0.0, moved, (1,))
+        matmul = Operation(phase, "layer", "aten.mm.default", "matmul", 2.0 * 64**3, 0.0, (1, 64, 64, 64))
+        return (*[of_memory] * count, matmul)
+
+    cases = []
+    for count, starts, moved in ((10, 0, 1e5), (10, 5, 1e7), (50, 20, 1e5), (80, 3, 1e6)):
+        listed = {c.phase: Listed(operations(c.phase, count, moved), starts) for c in true}
+        seconds = {
+            c.phase: sum(operation_s(o, cluster) for o in listed[c.phase].operations)
+            + starts * c.start_us * 1e-6
+            for c in true
+        }
+        cases.append((Case((1, 1, 1, 1), 1, 16), listed, seconds))
+    without = dataclasses.replace(cluster, measured=dataclasses.replace(measured, phases=()))
+    phases, deviations = fit_phases(cases, without)
+    for found, expected in zip(phases, true, strict=True):
+        assert dataclasses.astuple(found)[1:] == pytest.approx(dataclasses.astuple(expected)[1:], rel=1e-3)
+    assert all(abs(d.error) < 1e-3 for d in deviations)
+
+
+def test_slow_downs_of_what_outlasts_the_other():
+    assert slow_downs(2.0, 1.0, 2.5, 1.5) == pytest.approx((1.5, 1.5))
+    assert slow_downs(1.0, 1.0, 1.0, 1.0) == (1.0, 1.0)  # undisturbed
+    assert slow_downs(1.0, 1.0, 2.0, 2.0) == (2.0, 2.0)  # as if one after the other
+
+
+SMALL = Sizes((2**10, 2**16, 2**20), (2**10, 2**16), (32, 128), 2**16, ())
+
+
+def calibrate_rank(sizes):
+    dist.destroy_process_group()  # calibration joins a world of its own
+    result = calibrate("pool", budget_s=60, sizes=sizes, say=lambda what: None)
+    return None if result is None else as_file(result)
+
+
+def test_a_calibrated_world_is_a_cluster_that_loads(pool, tmp_path):
+    cases = (Case((1, 1, 1, 1), 2, 16, 64, 1, 128), Case((1, 1, 1, 2), 2, 16, 64, 1, 128))
+    sizes = dataclasses.replace(SMALL, cases=cases)
+    text, other = pool.run(calibrate_rank, 2, sizes)
+    assert other is None
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    cluster = load(path)
+    assert cluster.links.devices_per_node == 2
+    assert len(cluster.measured.collectives) == len(KINDS)  # one position
+    for times in cluster.measured.collectives:
+        assert times.seconds[-1] > 0
+        assert times.seconds == tuple(sorted(times.seconds))
+        reckoned = collective_s(times.kind, times.payload_bytes[1], 2, 1, cluster)
+        assert reckoned == pytest.approx(times.seconds[1])
+    assert len(cluster.measured.matmuls) == 8
+    assert {p.phase for p in cluster.measured.phases} == {"forward", "backward", "clip", "optimizer"}
+    forward = cluster.measured.phase("forward")
+    assert forward is not None
+    assert forward.operator_us + forward.start_us > 0
+    assert cluster.measured.crowding >= 1
+
+
+@needs_network
+def test_a_link_of_half_the_rate_is_found_to_be_one(tmp_path: Path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, sys
+            from pathlib import Path
+            from fourfold.planner.calibrate.calibrate import Sizes, calibrate
+            from fourfold.cli.calibrate import as_file
+            sizes = Sizes((2**10, 2**18, 2**20), (2**10, 2**16), (32,), 2**16, ())
+            result = calibrate("net", budget_s=60, sizes=sizes, say=lambda what: None)
+            if result is not None:
+                Path(sys.argv[1]).write_text(as_file(result))
+            os._exit(0)
+        """)
+    )
+    found = {}
+    for mbit in (120, 60):
+        out = tmp_path / f"{mbit}.toml"
+        with Network(hosts=2, mbit=mbit) as network:
+            assert network.run([str(script), str(out)], ranks_per_host=1, timeout_s=120) == 0
+        found[mbit] = load(out).links.node_gbps * 8000
+    assert found[120] == pytest.approx(120, rel=0.25)
+    assert found[120] / found[60] == pytest.approx(2, rel=0.25)
+
+
+def test_the_command_needs_ranks(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["calibrate", "--out", "cluster.toml"]) == 2
+    assert "torchrun" in capsys.readouterr().err
+    assert not Path("cluster.toml").exists()
+
+
+def test_one_rank_is_no_cluster(monkeypatch):
+    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    with pytest.raises(ValueError, match="at least 2 ranks"):
+        calibrate("one")

@@ -1,0 +1,49 @@
+"""The closed form's element-wise bytes of a block against the operators of a dry run."""
+
+import pytest
+from transformers import LlamaConfig, Starcoder2Config
+
+from fourfold.dry_run.run import dryrun
+from fourfold.planner.cost.elementwise import block_bytes
+from fourfold.planner.inputs.workload import from_config
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 3, "num_attention_heads": 8,
+         "num_key_value_heads": 2, "vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+TOKENS = 1024
+# Of a block but not of its tokens: weights that are cast and copied. An empty tensor moves nothing.
+NOT_TOKENS = ("fsdp.", "_foreach_", "new_empty", "empty_like", "new_zeros")
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 1), (1, 1, 1, 2), (1, 1, 2, 1)])
+@pytest.mark.parametrize("model", ["llama", "starcoder2"])
+def test_a_block_moves_what_its_operators_move(shape, model):
+    compare(shape, model, "replicated")
+
+
+@pytest.mark.parametrize("model", ["llama", "starcoder2"])
+def test_a_block_cut_by_its_tokens_moves_its_share(model):
+    compare((1, 1, 2, 2), model, "token-sharded")
+
+
+def compare(shape, model, activations):
+    config = {"llama": LlamaConfig, "starcoder2": Starcoder2Config}[model](**SIZES)
+    _, z, y, x = shape
+    done = dryrun(config, shape, sequences=z * TOKENS // 256, length=256, activations=activations)
+    moved = {"forward": 0.0, "backward": 0.0}
+    for o in done.operations:
+        of_block = o.module.startswith("model.layers.1") and o.phase in moved and o.work == "memory"
+        if of_block and not any(word in o.name for word in NOT_TOKENS) and o.shape[:1] != (512,):
+            per_token = TOKENS in o.shape or 256 in o.shape or TOKENS // 2 in o.shape
+            per_token |= o.name.startswith("aten.cat")  # gradients of siblings, in one buffer
+            moved[o.phase] += o.bytes_moved if per_token else 0.0
+    workload = from_config(config.to_dict())
+    closed = block_bytes(workload, y, x, "eager", by_tokens=activations == "token-sharded")
+    assert closed.forward == pytest.approx(moved["forward"] / TOKENS, rel=0.15)
+    assert closed.backward == pytest.approx(moved["backward"] / TOKENS, rel=0.15)
+
+
+def test_fused_kernels_move_less():
+    workload = from_config(LlamaConfig(**SIZES).to_dict())
+    fused, eager = block_bytes(workload, 1, 1, "fused"), block_bytes(workload, 1, 1, "eager")
+    assert fused.forward < eager.forward
+    assert fused.backward < eager.backward

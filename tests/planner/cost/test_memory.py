@@ -1,0 +1,102 @@
+"""The closed form of a rank's memory against the dry run, which counts every tensor."""
+
+import functools
+from typing import Any
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, Starcoder2Config
+
+from fourfold import Overlap
+from fourfold.dry_run.run import dryrun
+from fourfold.planner.cost.memory import memory
+from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.workload import from_config
+
+BAR = 0.05
+ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+# Sizes at which blocks, tables, activations and logits all count; a step of each takes a second or two.
+MODELS = {
+    "llama": LlamaConfig(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
+                         num_key_value_heads=4, vocab_size=4000),
+    "qwen2, biased and tied": Qwen2Config(hidden_size=384, intermediate_size=1024, num_hidden_layers=3,
+                                          num_attention_heads=8, num_key_value_heads=2, vocab_size=6000,
+                                          tie_word_embeddings=True, **ENDS),
+    "gpt2, learned positions": GPT2Config(n_embd=512, n_layer=3, n_head=8, n_positions=512, vocab_size=5000,
+                                          resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **ENDS),
+    "starcoder2, no gate": Starcoder2Config(hidden_size=512, intermediate_size=2048, num_hidden_layers=3,
+                                            num_attention_heads=8, num_key_value_heads=4, vocab_size=5000,
+                                            tie_word_embeddings=False, **ENDS),
+    "all heads": LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+                             num_key_value_heads=8, vocab_size=1000),
+    "phi3, one matrix": Phi3Config(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+                                   num_key_value_heads=8, vocab_size=1000, pad_token_id=0, **ENDS),
+    "wide vocabulary": LlamaConfig(hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=8,
+                                   num_key_value_heads=8, vocab_size=50000),
+}  # fmt: skip
+SEQUENCES, LENGTH = 4, 256  # of one rank's micro-batch
+
+# Every model, grid, way of weights, checkpointing and accumulation is there, each pair of the last three with z.
+POINTS = [
+    ("llama", Layout(1, 4, 1, 1, 1, "none", weights="fsdp2")),
+    ("llama", Layout(1, 4, 1, 1, 1, "full", weights="streamed")),
+    ("llama", Layout(1, 4, 1, 1, 2, "full", weights="fsdp2")),
+    ("llama", Layout(2, 2, 1, 1, 1, "full", weights="fsdp2")),
+    ("llama", Layout(1, 1, 1, 4, 1, "full", weights="fsdp2")),
+    ("llama", Layout(1, 2, 2, 2, 2, "none", weights="streamed")),
+    ("llama", Layout(1, 1, 1, 1, 1, "none", weights="streamed")),
+    ("qwen2, biased and tied", Layout(4, 1, 1, 1, 1, "full", weights="fsdp2")),
+    ("qwen2, biased and tied", Layout(1, 1, 4, 1, 1, "none", weights="streamed")),
+    ("qwen2, biased and tied", Layout(1, 2, 2, 2, 1, "full", weights="fsdp2")),
+    ("gpt2, learned positions", Layout(1, 4, 1, 1, 1, "none", weights="fsdp2")),
+    ("gpt2, learned positions", Layout(2, 2, 1, 1, 1, "full", weights="streamed")),
+    ("starcoder2, no gate", Layout(1, 2, 2, 2, 1, "none", weights="fsdp2")),
+    ("starcoder2, no gate", Layout(1, 1, 1, 4, 1, "full", weights="streamed")),
+    ("wide vocabulary", Layout(1, 4, 1, 1, 1, "full", weights="fsdp2")),
+    ("wide vocabulary", Layout(2, 2, 2, 2, 1, "none", weights="streamed")),
+]
+# Two y ranks use one key/value head; inputs that are kept and that come again; the head's gradient is the peak.
+TOKENS: dict[str, Any] = {"activations": "token-sharded"}
+AGAIN = TOKENS | {"keep_inputs": False}
+POINTS += [
+    ("llama", Layout(1, 1, 2, 4, 1, "none", weights="fsdp2", **TOKENS)),
+    ("llama", Layout(1, 2, 2, 2, 2, "none", weights="streamed", **AGAIN)),
+    ("all heads", Layout(1, 1, 1, 4, 1, "none", weights="fsdp2", **AGAIN)),
+    ("all heads", Layout(1, 1, 1, 4, 1, "none", weights="streamed", **TOKENS)),
+    ("phi3, one matrix", Layout(1, 1, 2, 2, 1, "none", weights="fsdp2", **AGAIN)),
+    ("phi3, one matrix", Layout(1, 1, 1, 4, 1, "none", weights="fsdp2", **TOKENS)),
+    ("qwen2, biased and tied", Layout(1, 2, 2, 2, 1, "full", weights="fsdp2", **AGAIN)),
+    ("gpt2, learned positions", Layout(1, 1, 2, 2, 1, "none", weights="streamed", **AGAIN)),
+    ("starcoder2, no gate", Layout(1, 2, 2, 2, 1, "none", weights="fsdp2", **TOKENS)),
+    ("wide vocabulary", Layout(1, 1, 8, 1, 1, "full", weights="streamed", **AGAIN)),
+]
+
+
+@functools.cache
+def dry_bytes(model: str, layout: Layout) -> float:
+    done = dryrun(
+        MODELS[model],
+        layout.grid,
+        sequences=SEQUENCES * layout.micro_batches * layout.data * layout.z,
+        length=LENGTH,
+        micro_batches=layout.micro_batches,
+        activations=layout.activations,
+        activation_checkpointing=layout.activation_checkpointing,
+        weights=layout.weights,
+        overlap=Overlap(keep_inputs=layout.keep_inputs),
+    )
+    return done.peak.bytes
+
+
+@pytest.mark.parametrize(("model", "layout"), POINTS, ids=str)
+def test_the_closed_form_is_the_dry_run(model, layout):
+    closed = memory(from_config(MODELS[model].to_dict()), layout, SEQUENCES * LENGTH, length=LENGTH)
+    assert closed.total_bytes == pytest.approx(dry_bytes(model, layout), rel=BAR), closed
+
+
+def test_a_deep_model_is_no_further_off():
+    config = LlamaConfig(**{**MODELS["llama"].to_dict(), "num_hidden_layers": 24})
+    layout = Layout(1, 8, 1, 2, 1, "full")
+    options = {"activation_checkpointing": "full", "activations": "replicated"}
+    done = dryrun(config, layout.grid, sequences=32, length=LENGTH, **options)
+    closed = memory(from_config(config.to_dict()), layout, SEQUENCES * LENGTH)
+    assert closed.total_bytes == pytest.approx(done.peak.bytes, rel=BAR), closed

@@ -1,0 +1,107 @@
+"""The search finds what trying everything finds, and says why the rest is not there."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from fourfold.mesh.axes import factorisations
+from fourfold.planner.cost.step import estimate
+from fourfold.planner.inputs.cluster import preset
+from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.workload import Workload
+from fourfold.planner.search import RESERVE, grids, search, why_not_grid
+
+CLUSTER = preset("dgx-a100")
+SMALL = Workload("small", 768, 3072, 6, 12, 4, 64, 50257)
+LARGE = Workload("70b", 8192, 28672, 80, 64, 8, 128, 128256)
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 12, 64])
+def test_every_grid_is_there_once(ranks):
+    assert sorted(grids(ranks)) == sorted(factorisations(ranks))
+
+
+def test_the_best_is_that_of_trying_everything():
+    plan = search(SMALL, CLUSTER, 16, 32, 1024)
+    limit = CLUSTER.device.memory_gib * 2**30 * (1 - RESERVE)
+    tried = []
+    for data, z, y, x in factorisations(16):
+        if 12 % x or (4 % x if x <= 4 else x % 4) or 3072 % x or 768 % y or 32 % (data * z):
+            continue
+        for micro_batches in range(1, 33):
+            if 32 % (data * z * micro_batches):
+                continue
+            ways = [("replicated", True), ("token-sharded", True), ("token-sharded", False)]
+            for recompute, way in itertools.product(("none", "full"), ways if x * y > 1 else ways[:1]):
+                layout = Layout(data, z, y, x, micro_batches, recompute, 0, "fsdp2", *way)
+                found = estimate(SMALL, layout, CLUSTER, 32, 1024)
+                if found.memory.total_bytes <= limit:
+                    tried.append(found)
+    assert len(plan.ranked) == len(tried)
+    assert plan.best.step_s == pytest.approx(min(found.step_s for found in tried))
+    assert [e.step_s for e in plan.ranked] == sorted(e.step_s for e in plan.ranked)
+
+
+def test_nothing_that_is_ranked_is_over_the_limit_and_nothing_is_lost():
+    plan = search(LARGE, CLUSTER, 64, 128, 4096)
+    assert plan.considered == len(plan.ranked) + len(plan.rejected)
+    assert all(e.memory.total_bytes <= plan.memory_limit_bytes for e in plan.ranked)
+    assert all(e.layout.ranks == 64 for e in plan.ranked)
+
+
+def test_reasons_name_both_numbers():
+    assert (
+        why_not_grid(LARGE, (1, 1, 1, 48), 64) == "x=48 does not divide num_attention_heads=64; use x <= 32"
+    )
+    assert "num_key_value_heads=4" in str(why_not_grid(SMALL, (1, 1, 1, 6), 64))
+    assert "hidden_size=768" in str(why_not_grid(SMALL, (1, 1, 5, 1), 64))
+    assert "data*z=7 does not divide the global batch of 64" in str(why_not_grid(SMALL, (7, 1, 1, 1), 64))
+    fused = replace(SMALL, fused_qkv=True)
+    assert "in one matrix with the query heads; use x <= 4" in str(why_not_grid(fused, (1, 2, 2, 12), 64))
+    assert why_not_grid(SMALL, (1, 2, 2, 12), 64) is None  # more x than key/value heads: they are replicated
+
+
+def test_token_sharding_is_looked_at_or_left_away():
+    both = search(LARGE, CLUSTER, 64, 128, 4096)
+    assert {(e.layout.activations, e.layout.keep_inputs) for e in both.ranked} == {
+        ("replicated", True), ("token-sharded", True), ("token-sharded", False)}  # fmt: skip
+    assert not any(e.layout.by_tokens for e in both.ranked if e.layout.x * e.layout.y == 1)
+    without = search(LARGE, CLUSTER, 64, 128, 4096, activations=("replicated",))
+    assert without.ranked == [e for e in both.ranked if not e.layout.by_tokens]
+    # Where there is one tensor rank there is nothing to cut.
+    alone = search(LARGE, CLUSTER, 64, 128, 4096, activations=("token-sharded",), keep_inputs=(False,))
+    assert {(e.layout.by_tokens, e.layout.keep_inputs) for e in alone.ranked if e.layout.x * e.layout.y > 1} == {
+        (True, False)}  # fmt: skip
+
+
+def test_tokens_that_do_not_divide_are_named():
+    # Also where those of two sequences would: a run has batches of one, too.
+    plan = search(SMALL, CLUSTER, 16, 16, 6)
+    reasons = {r.reason for r in plan.rejected if r.layout.by_tokens}
+    assert "x=4 does not divide the 6 tokens of a sequence, so they cannot be cut" in reasons
+    assert not any(e.layout.by_tokens for e in plan.ranked if 6 % e.layout.x or 6 % e.layout.y)
+    # And nobody who asked for token-sharded ones is given others.
+    asked = search(SMALL, CLUSTER, 16, 16, 6, activations=("token-sharded",))
+    assert all(e.layout.by_tokens for e in asked.ranked if e.layout.x * e.layout.y > 1)
+
+
+def test_a_model_that_fits_nowhere_says_how_far_it_is():
+    plan = search(LARGE, CLUSTER, 2, 2, 4096)
+    assert not plan.ranked
+    with pytest.raises(ValueError, match=r"none of \d+ layouts of 2 ranks can run.*needs .* GiB of 72"):
+        _ = plan.best
+
+
+def test_more_reserve_never_adds_layouts():
+    fewer = search(LARGE, CLUSTER, 64, 128, 4096, reserve=0.5)
+    more = search(LARGE, CLUSTER, 64, 128, 4096, reserve=0.0)
+    assert len(fewer.ranked) <= len(more.ranked)
+
+
+def test_the_best_without_y_has_no_y_and_is_no_faster():
+    plan = search(LARGE, CLUSTER, 64, 64, 4096)
+    without = plan.best_without_y()
+    assert without is not None
+    assert without.layout.y == 1
+    assert plan.best.step_s <= without.step_s

@@ -1,0 +1,173 @@
+"""The page of a run: from its files alone, without a network, with what was measured and what was predicted."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.ranks import RankPool
+from fourfold.cli.main import main
+from fourfold.config.schema import RunConfig
+from fourfold.planner.show.charts import Curve, curves, smooth, thinned
+from fourfold.planner.show.compare import Comparison
+from fourfold.train.observe.metrics import read_metrics
+from fourfold.train.observe.report import against, times_of, write_report
+from fourfold.train.observe.run_metadata import read_facts
+from tests.training import on, write_run
+from tests.watching import SlowRank, watch
+
+WAIT_S = 0.1
+CLUSTER = """
+name = "two-cores"
+[device]
+name = "a core"
+best_tflops = 0.05
+memory_gib = 8
+memory_tbps = 0.01
+multiprocessors = 1
+[links]
+devices_per_node = 8
+device_gbps = 2
+node_gbps = 2
+[library]
+name = "gloo"
+algorithms = ["ring"]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A run on two ranks, one of them slow, that is over."""
+    folder = tmp_path_factory.mktemp("run")
+    run = on(write_run(folder), (1, 2, 1, 1), schedule={"steps": 12}, evaluation={"every_steps": 4})
+    pool.run(watch, 2, run, SlowRank(WAIT_S, 0.0))
+    return run
+
+
+@pytest.fixture
+def logs(run: RunConfig, tmp_path: Path) -> Path:
+    """A copy of what it left, but for the page."""
+    for name in ("run.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((run.logging.folder / name).read_bytes())
+    return tmp_path
+
+
+def text_of(page: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<(style|title).*?</\1>|<[^>]*>", " ", page, flags=re.DOTALL))
+
+
+def test_the_page_stands_alone(run: RunConfig) -> None:
+    page = (run.logging.folder / "report.html").read_text()
+    assert not re.search(r"<script|<link|<img|https?://|url\(|@import", page)
+    text = text_of(page)
+    lines = read_metrics(run.logging.folder)
+    for words in (
+        "12 of 12 steps on (data=1, z=2, y=1, x=1)",
+        f"{lines[-1]['loss']:.4f} loss",
+        f"{lines[-1]['validation_loss']:.4f} validation loss",
+        "8 sequences of 16 tokens",
+        "No cluster is given",
+        "Learning rate",
+    ):
+        assert words in text, words
+
+
+def test_the_files_alone_make_the_same_page(run: RunConfig, logs: Path) -> None:
+    assert main(["report", str(logs)]) == 0
+    assert (logs / "report.html").read_text() == (run.logging.folder / "report.html").read_text()
+
+
+def test_a_command_that_finds_nothing_to_do_leaves_the_report(pool: RankPool, run: RunConfig) -> None:
+    """The lines behind the last start are what a prediction is held against, and there would be none."""
+    files = ("run.json", "metrics.jsonl", "report.html")
+    before = [(run.logging.folder / name).read_bytes() for name in files]
+    ((losses, printed), _) = pool.run(watch, 2, run)
+    assert not losses
+    assert "done: 0 steps" in printed
+    assert [(run.logging.folder / name).read_bytes() for name in files] == before
+
+
+def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "there is no" in capsys.readouterr().err
+
+
+def test_the_parts_make_up_the_time(logs: Path) -> None:
+    facts, lines = read_facts(logs), read_metrics(logs)
+    times_s = times_of(facts, lines)
+    whole_s = facts["starts"][-1]["seconds"]
+    assert sum(times_s.values()) == pytest.approx(whole_s, rel=1e-6)
+    assert times_s["exposed z"] > 0.5 * WAIT_S * 12
+    assert times_s["evaluation"] > 0
+    assert times_s["checkpoint"] > sum(
+        line.get("checkpoint_s", 0.0) for line in lines
+    )  # the last is after them
+    assert times_s["other"] < 0.5 * whole_s
+
+
+def test_a_run_that_was_killed_has_a_page(logs: Path) -> None:
+    facts = json.loads((logs / "run.json").read_text())
+    for key in ("seconds", "until_step", "unlogged_s"):
+        del facts["starts"][-1][key]
+    (logs / "run.json").write_text(json.dumps(facts))
+    lines = (logs / "metrics.jsonl").read_text().splitlines()
+    (logs / "metrics.jsonl").write_text("\n".join(lines[:7]) + '\n{"step": 8, "lo')
+    text = text_of(write_report(logs, None).read_text())
+    assert "7 of 12 steps" in text
+    assert "has not come to its end" in text
+
+
+def test_measured_and_predicted_side_by_side(logs: Path, tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(CLUSTER)
+    facts, lines = read_facts(logs), read_metrics(logs)
+    seen = against(facts, lines, str(cluster))
+    assert isinstance(seen, Comparison)
+    assert seen.worst == "exposed z"  # no simulation knows of the slow rank
+    assert seen.run.parts_s["exposed z"] - seen.predicted_s["exposed z"] > 0.5 * WAIT_S
+    assert sum(seen.run.parts_s.values()) == pytest.approx(seen.run.step_s, rel=0.1)
+    assert main(["report", str(logs), "--cluster", str(cluster)]) == 0
+    text = text_of((logs / "report.html").read_text())
+    assert "predicted measured gap" in text
+    assert "The worst gap is exposed z" in text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "reason"),
+    [(None, "No cluster is given"), ("dgx-h100", "It ran on CPU"), ("dgx-h200", "no cluster named")],
+)
+def test_without_a_prediction_the_page_says_why(logs: Path, cluster: str | None, reason: str) -> None:
+    seen = against(read_facts(logs), read_metrics(logs), cluster)
+    assert isinstance(seen, str)
+    assert reason in seen
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def drawn(points: list[tuple[float, float]], **options: Any) -> list[tuple[float, float]]:
+    found = re.search(r"polyline points='([^']*)'", curves([Curve("c", "#000", points)], str, **options))
+    assert found is not None
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in found[1].split())]
+
+
+def test_a_curve_is_drawn_to_scale() -> None:
+    places = drawn([(1, 2.0), (2, 6.0), (3, 4.0), (5, float("nan")), (5, 0.0)])
+    assert len(places) == 4  # what is no number is left out
+    (x1, y1), (x2, y2), (x3, y3), (x5, y5) = places
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
+    assert x5 - x3 == pytest.approx(2 * (x2 - x1), abs=0.2)
+    assert y2 < y3 < y1 < y5  # up is more
+    assert y1 - y3 == pytest.approx(y3 - y2, abs=0.2)
+
+
+def test_long_curves_stay_short_and_true() -> None:
+    line = [(float(i), 3.0 * i) for i in range(10_001)]
+    thin = thinned(line)
+    assert len(thin) < 500
+    assert (thin[0], thin[-1]) == (line[0], line[-1])
+    assert all(y == pytest.approx(3 * x) for x, y in thin)
+    # The mean of neighbours on both sides leaves a straight line where it is; one that lags would not.
+    assert smooth(line) == [(x, pytest.approx(y)) for x, y in line]

@@ -1,0 +1,193 @@
+"""Replicas that come and go: one is killed and comes back; what a peer sends is copied to the bit, or refused."""
+
+import io
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.faults import torchft_replicas
+from benchmarks.ranks import RankPool
+from fourfold.checkpoint import state
+from fourfold.config.run_file import ConfigError
+from fourfold.mesh.grid import Grid
+from fourfold.train.loop.trainer import Trainer
+from fourfold.train.recovery import peer_copy
+from fourfold.train.recovery.peer_copy import CopyError
+from fourfold.train.recovery.torchft_manager import TorchFTManager, dealt
+from tests.training import on, write_run
+
+HEAD = "http://head:29510"
+
+
+def test_a_lost_replica_costs_the_other_no_step() -> None:
+    pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fourfold[torchft]'")
+    found = torchft_replicas.measure(kills=1)
+    assert found.kills == 1
+    assert found.alone > 0
+    assert found.lost == 0
+    assert found.stall_s < 10.0, "the time-out of 20 s was waited for, or half of it"
+    assert found.is_equal
+    # Also the numbers are those of the plain grid, up to the order of sums: of a norm's gradient, a replica that is alone adds
+    # up its halves of the batch before its x ranks, and two replicas their x ranks before each other.
+    assert found.loss_apart < 1e-6
+
+
+def test_the_lighthouse_is_the_documented_one() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reliability.md").read_text()
+    assert f"torchft_lighthouse --bind [::]:29510 {torchft_replicas.LIGHTHOUSE}\n" in page
+
+
+@given(st.integers(1, 200), st.integers(1, 50))
+def test_all_rows_are_dealt_once(rows: int, parts: int) -> None:
+    shares = [dealt(rows, parts, part) for part in range(parts)]
+    assert [row for share in shares for row in range(share.start, share.stop)] == list(range(rows))
+    sizes = [share.stop - share.start for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def two_trainers(run: Any) -> tuple[Trainer, Trainer]:
+    """One that has trained, and one that has not."""
+    grid = Grid.create(run.shape)
+    ahead, behind = Trainer(run, grid), Trainer(run, grid)
+    ahead.train()
+    return ahead, behind
+
+
+def sent_by(trainer: Trainer) -> bytearray:
+    """What a peer sends, through a socket of its own."""
+    sender = peer_copy.PeerCopy(trainer.training, "127.0.0.1", 5.0)
+    manager = {"step": trainer.step, "batches_committed": 0}
+    given = {"user": {"default": state.capture(trainer.training)}, "torchft": manager}
+    sender.send_checkpoint([1], trainer.step, given, timedelta(seconds=5))
+    with peer_copy.socket.create_connection(("127.0.0.1", int(sender.metadata().split(":")[1])), 5.0) as peer:
+        peer.sendall(trainer.step.to_bytes(8, "little"))
+        with peer.makefile("rb") as stream:
+            sent = stream.read()
+    sender.disallow_checkpoint()
+    sender.shutdown()
+    return bytearray(sent)
+
+
+def copies(run: Any) -> bool:
+    """Is a copy its original: weights, optimizer, step and samples? And is each change of its bytes refused?"""
+    ahead, behind = two_trainers(run)
+    sent = sent_by(ahead)
+    copied, manager = peer_copy.fetch(io.BytesIO(sent), behind.training)
+    peer_copy.apply(copied, behind.training)
+    assert manager["step"] == ahead.step == behind.step
+    original, copy = state.capture(ahead.training), state.capture(behind.training)
+    keys = ("step", "seed", "data", "optimizer")
+    is_same = all(original.values[key] == copy.values[key] for key in keys)
+    for name, held in original.tensors.items():
+        pairs = zip(held.pieces, copy.tensors[name].pieces, strict=True)
+        is_same &= all(torch.equal(a.local, b.local) for a, b in pairs)
+    length = int.from_bytes(sent[:8], "little")
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(8 + length, len(sent), (20,), generator=generator).tolist()
+    for place in (3, 8 + length // 2, len(sent) - 1, *places):
+        spoilt = bytearray(sent)
+        spoilt[place] ^= 1 << place % 8
+        with pytest.raises(CopyError):
+            peer_copy.fetch(io.BytesIO(spoilt), behind.training)
+    with pytest.raises(CopyError, match="bytes"):
+        peer_copy.fetch(io.BytesIO(sent[:-100]), behind.training)
+    return is_same and len(copy.tensors) == len(original.tensors)
+
+
+def refused(run: Any) -> list[str]:
+    """What is said to tables that claim what this rank does not have."""
+    grid = Grid.create(run.shape)
+    trainer = Trainer(run, grid)
+    name, shape = "model.model.norm.weight", [1 << 50]
+    words = []
+    tensors: list[Any] = [
+        {name: {"dtype": "F32", "whole": shape, "pieces": [shape]}},
+        {"model.nowhere": {"dtype": "F32", "whole": [1], "pieces": [[1]]}},
+        {name: {"dtype": "pickle", "whole": [16], "pieces": [[16]]}},
+        [],
+    ]
+    for claimed in tensors:
+        table = {"values": {}, "manager": {"step": 1, "batches_committed": 0}, "tensors": claimed}
+        raw = json.dumps(table).encode()
+        with pytest.raises(CopyError) as error:
+            peer_copy.fetch(io.BytesIO(len(raw).to_bytes(8, "little") + raw), trainer.training)
+        words.append(str(error.value))
+    with pytest.raises(CopyError) as error:
+        peer_copy.fetch(io.BytesIO((1 << 60).to_bytes(8, "little")), trainer.training)
+    return [*words, str(error.value)]
+
+
+@pytest.mark.parametrize(("shape", "optimizer"), [((1, 2, 1, 1), "adamw"), ((1, 1, 1, 2), "muon")])
+def test_a_copy_is_its_original(
+    pool: RankPool, tmp_path: Path, shape: tuple[int, int, int, int], optimizer: str
+) -> None:
+    schedule = {"steps": 2, "warmup_steps": 1}
+    run = on(write_run(tmp_path), shape, schedule=schedule, optimizer={"name": optimizer})
+    assert all(pool.run(copies, 2, run))
+
+
+def test_what_a_peer_claims_takes_no_memory(pool: RankPool, tmp_path: Path) -> None:
+    ((too_large, unknown, *_, too_long),) = pool.run(refused, 1, on(write_run(tmp_path), (1, 1, 1, 1)))
+    assert "model.norm.weight" in too_large
+    assert "nowhere" in unknown
+    assert str(1 << 60) in too_long
+
+
+def without_torchft(run: Any) -> str:
+    sys.modules["torchft"] = None  # type: ignore[assignment]
+    try:
+        with pytest.raises(ValueError, match="pip install") as error:
+            Trainer(run, Grid.create(run.shape))
+    finally:
+        del sys.modules["torchft"]
+    return str(error.value)
+
+
+def test_without_torchft_it_says_what_to_install(pool: RankPool, tmp_path: Path) -> None:
+    run = on(write_run(tmp_path), (2, 1, 1, 1), reliability={"lighthouse": HEAD})
+    (words,) = pool.run(without_torchft, 1, run)
+    assert "fourfold[torchft]" in words
+
+
+class FakePlace:
+    """A place among the replicas, without torchft."""
+
+    def __init__(self, trainer: Any, size: int, place: int) -> None:
+        self._trainer, self.size, self.place = trainer, size, place
+
+
+@pytest.mark.parametrize(("replicas", "z"), [(1, 1), (2, 2), (3, 2), (4, 2)])
+def test_every_rank_has_rows_of_its_own(replicas: int, z: int) -> None:
+    """Of 8 sequences; with 2 replicas and z=2 they are those of the plain grid (2,2,1,1)."""
+    taken = []
+    for place in range(replicas):
+        for coordinate in range(z):
+            grid = type("G", (), {"z": z, "coordinate": lambda self, axis, c=coordinate: c})()
+            trainer = type("T", (), {"grid": grid, "run": type("R", (), {"sequences": 8})()})()
+            rows = TorchFTManager._rows(FakePlace(trainer, replicas, place))  # type: ignore[arg-type]
+            taken.append(list(range(rows.start, rows.stop)))
+    assert sorted(row for rows in taken for row in rows) == list(range(8))
+    assert all(taken)
+    if (replicas, z) == (2, 2):
+        assert taken == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("reliability", "more", "words"),
+    [
+        ({"lighthouse": HEAD, "replica": 2}, {}, r"replica=2 .* data=2"),
+        ({"lighthouse": "head:29510"}, {}, "http://"),
+        ({"lighthouse": HEAD}, {"checkpoints": {"resume": False}}, "resume"),
+        ({"lighthouse": HEAD}, {"batch": {"tokens": 16}}, "too few for .* use 32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, reliability: Any, more: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        on(write_run(tmp_path), (2, 1, 1, 1), reliability=reliability, **more)
