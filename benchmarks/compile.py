@@ -26,7 +26,7 @@ import fourfold as ff
 from benchmarks.measure import Times, batch, interleaved, llama, ratio, stepper
 from benchmarks.ranks import RankPool
 from fourfold import Grid
-from fourfold.parallel.parallelize import find_blocks
+from fourfold.hf.anatomy import find_blocks
 
 Shape = tuple[int, int, int, int]
 GRIDS = "1,1,1,1 1,1,1,2"

@@ -33,8 +33,8 @@ from benchmarks.tiny_models import Family, families, find_family, tiny_batch, ti
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import idle_towers
 from fourfold.mesh.grid import Grid
+from fourfold.parallel.options import Activations
 from fourfold.parallel.parallelize import parallelize
-from fourfold.parallel.sequence import Activations
 from fourfold.weights.overlap import Overlap
 
 GRIDS = ((1, 2, 2, 2), (1, 1, 2, 4))

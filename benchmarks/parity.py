@@ -16,10 +16,11 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import get_args
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.ranks import RankPool
@@ -27,9 +28,8 @@ from fourfold.mesh.axes import Axis, factorisations
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
 from fourfold.parallel import loss, norm
-from fourfold.parallel.linear import Linear4D
-from fourfold.parallel.sequence import ActivationsWanted, Cut
-from fourfold.parallel.sharded_call import Call
+from fourfold.parallel.linear_op import Cut, Product
+from fourfold.parallel.options import ActivationsWanted
 from fourfold.selftest import (
     EPS,
     GRADIENT_BAR,
@@ -50,32 +50,34 @@ FAULTS = ("norm", "sibling-reduce", "loss")
 
 
 @contextmanager
-def planted(fault: str, model: nn.Module) -> Iterator[None]:
-    """A fault in one layer, for as long as it lasts."""
-    saved = (norm.sum_both, loss.count_labels, Call.reduce)
+def injected(fault: str) -> Iterator[None]:
+    """A fault in one kind of layer, for as long as it lasts."""
+    saved = (norm.sum_both, loss.count_labels, Product.reduce)
     if fault == "norm":  # each shard normalises by its own statistics
         norm.sum_both = lambda part, collectives, axis, *_: part * collectives.size(axis)
     elif fault == "loss":  # the mean over the labels of this rank, not of the global batch
         loss.count_labels = lambda labels, grid, **_: (labels != -100).sum().clamp(min=1)
     elif fault == "sibling-reduce":  # q, k, v and gate, up forget to sum the gradient of their input
-        Call.reduce = _forgetful(Call.reduce)  # type: ignore[method-assign]
-        for module in model.modules():
-            if isinstance(module, Linear4D) and module.group.in_axis == "y" and module.cuts is None:
-                module.group.out_axis = None
+        Product.reduce = _forgetful(Product.reduce)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        norm.sum_both, loss.count_labels, Call.reduce = saved  # type: ignore[method-assign]
+        norm.sum_both, loss.count_labels, Product.reduce = saved  # type: ignore[method-assign]
+
+
+def _with_fault(fault: str, model: nn.Module) -> AbstractContextManager[None]:
+    return injected(fault)
 
 
 def _forgetful(reduce: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Of token-sharded activations: a rank takes its own part for the sum of all, where gradients leave over x."""
+    """A rank takes its own part of the input's gradient for the sum over x."""
 
-    def part_of_one(call: Call, own: Tensor, parts: Tensor, axis: Axis | None, cut: Cut) -> Pending:
-        if axis != "x" or call.group.out_axis != "x" or not call.cuts(axis, cut):
-            return reduce(call, own, parts, axis, cut)
-        grid = call.group.grid
-        own.view(-1).copy_(parts.reshape(grid.x, -1)[grid.coordinate("x")])
+    def part_of_one(product: Product, own: Tensor, parts: Tensor, axis: Axis | None, cut: Cut) -> Pending:
+        if axis != "x" or product.out_axis != "x":
+            return reduce(product, own, parts, axis, cut)
+        if cut != "whole" and product.out_ranks > 1:
+            rank = dist.get_rank() % product.out_ranks  # x is the innermost axis
+            own.view(-1).copy_(parts.reshape(product.out_ranks, -1)[rank])
         return Pending()
 
     return part_of_one
@@ -88,7 +90,7 @@ def run_rank(
     weights: Weights = "auto",
     activations: ActivationsWanted = "auto",
 ) -> Errors:
-    change = partial(planted, fault) if fault else None
+    change = partial(_with_fault, fault) if fault else None
     return train_on(Grid.create(shape, timeout_s=60), kind, change, weights=weights, activations=activations)
 
 

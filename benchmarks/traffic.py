@@ -27,8 +27,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from benchmarks.ranks import RankPool
 from fourfold.mesh.collectives import Entry
 from fourfold.mesh.grid import Grid
+from fourfold.parallel.options import Activations
 from fourfold.parallel.parallelize import parallelize
-from fourfold.parallel.sequence import Activations
 from fourfold.weights.api import Weights
 from fourfold.weights.overlap import Overlap
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from fourfold import Grid, Report
+from fourfold.weights.api import backend_of
 from tests.models import (
     assert_shards_close,
     batch,
@@ -82,7 +83,7 @@ class Pair:
 
 def gathered(model: nn.Module) -> dict[str, int]:
     """Bytes of the blocks whose memory is there: what is measured is memory, and no public name leads to it."""
-    flats = {w.name: w._flat for w in model.__dict__["_streamed"]._weights}
+    flats = {w.name: w._flat for w in backend_of(model)._weights}
     sizes = {name: flat.untyped_storage().size() for name, flat in flats.items() if flat is not None}
     return {name: size for name, size in sizes.items() if size}
 

@@ -347,10 +347,10 @@ WRONG: dict[str, Wrong] = {
         partial(request, llama, GRID, activation_checkpointing="full"),
     ),
     "parallel already": Wrong(
-        partial(twice, GRID), ("^LlamaForCausalLM is parallel already", "build it anew")
+        partial(twice, GRID), ("^LlamaForCausalLM is parallel already", "build a new one")
     ),
     "parallel already, on z alone": Wrong(
-        partial(twice, (1, 8, 1, 1)), ("^LlamaForCausalLM is parallel already", "build it anew")
+        partial(twice, (1, 8, 1, 1)), ("^LlamaForCausalLM is parallel already", "build a new one")
     ),
     "master weights in bf16": Wrong(
         partial(request, lambda: llama().bfloat16(), GRID),

@@ -44,8 +44,8 @@ from fourfold.mesh.axes import AXES, factorisations
 from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
 from fourfold.optim.sharded_optimizer import sharded_optimizer
-from fourfold.parallel.parallelize import ActivationCheckpointing, parallelize
-from fourfold.parallel.sequence import ActivationsWanted
+from fourfold.parallel.options import ActivationCheckpointing, ActivationsWanted
+from fourfold.parallel.parallelize import parallelize
 from fourfold.weights.api import Weights
 from fourfold.weights.overlap import Overlap
 

@@ -17,7 +17,7 @@ from benchmarks.ranks import RankPool
 from fourfold import Grid
 from fourfold.errors import UnsupportedError
 from fourfold.selftest import OVERLAP, Errors, train_on
-from fourfold.weights.api import local_weight
+from fourfold.weights.api import read_weight
 from tests.models import (
     VOCABULARY,
     assert_shards_close,
@@ -432,7 +432,7 @@ def used_twice() -> str:
     grid = Grid.create((1, 1, 1, 2))
     model, _ = prepare(grid, "llama")
     model(input_ids=batch(2, 12)[0])
-    return refusal(lambda: local_weight(model.model.norm, "weight"))
+    return refusal(lambda: read_weight(model.model.norm, "weight"))
 
 
 def test_a_weight_whose_uses_do_not_agree_is_refused(pool: RankPool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fourfold as ff
 from benchmarks.ranks import RankPool
 from fourfold import Grid
-from fourfold.weights.api import evaluating, local_weight
+from fourfold.weights.api import evaluating, read_weight
 from tests.models import (
     assert_shards_close,
     batch,
@@ -59,7 +59,7 @@ def bf16_step(shape: Shape, kind: str, watched: str, weights: Any) -> dict[str, 
 
     def look(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         first = next(n for n, _ in module.named_parameters() if n.startswith("weight"))
-        seen.update(weight=local_weight(module, first).dtype, input=args[0].dtype, output=output.dtype)
+        seen.update(weight=read_weight(module, first).dtype, input=args[0].dtype, output=output.dtype)
 
     optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-3, foreach=True)
     rows = grid.local_rows(len(ids))

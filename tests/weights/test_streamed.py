@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import fourfold as ff
 from benchmarks.ranks import RankPool
 from fourfold import Grid
-from fourfold.weights.api import local_weight
+from fourfold.weights.api import read_weight
 from tests.models import (
     batch,
     build,
@@ -350,7 +350,7 @@ def payloads(precision: Any, bundle_bytes: int) -> tuple[dict[tuple[str, str], i
     seen: set[torch.dtype] = set()
     for name, module in pair.model.named_modules():
         if name.endswith(("proj", "norm", "lm_head", "embed_tokens")):
-            module.register_forward_hook(lambda m, a, o: seen.add(local_weight(m, "weight").dtype))
+            module.register_forward_hook(lambda m, a, o: seen.add(read_weight(m, "weight").dtype))
     train(pair, 2)
     with grid.collectives.counting() as entries:
         train(pair, 1)

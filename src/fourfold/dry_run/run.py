@@ -31,9 +31,9 @@ from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.loss import count_labels
-from fourfold.parallel.parallelize import ActivationCheckpointing, arrange
+from fourfold.parallel.options import ActivationCheckpointing, ActivationsWanted, Options
+from fourfold.parallel.parallelize import arrange
 from fourfold.parallel.report import Report
-from fourfold.parallel.sequence import ActivationsWanted
 from fourfold.weights.api import Precision, Weights, no_sync
 from fourfold.weights.overlap import Overlap
 
@@ -98,6 +98,7 @@ def dryrun(
         True
     """
     module = as_module(model)
+    options = Options(roles, precision, activations, activation_checkpointing, weights, overlap or Overlap())
     with fake_grid(shape, rank=rank, target=target) as grid:
         rows = grid.local_rows(sequences)
         own = rows.stop - rows.start
@@ -107,17 +108,7 @@ def dryrun(
             )
 
         def run(model: nn.Module) -> tuple[Trace, Report]:
-            report, _ = arrange(
-                model,
-                grid,
-                roles=roles,
-                precision=precision,
-                activations=activations,
-                activation_checkpointing=activation_checkpointing,
-                weights=weights,
-                overlap=overlap,
-                seed=0,
-            )
+            report, _ = arrange(model, grid, options, seed=0)
             try:
                 trace = _trace(model, grid, report, own // micro_batches, length, micro_batches, max_norm)
             except DataDependentOutputException as error:

@@ -132,3 +132,18 @@ def is_norm(module: nn.Module) -> bool:
     if "norm" not in name or "batchnorm" in name or "groupnorm" in name:
         return False
     return set(module._parameters) <= {"weight", "bias"}
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost repeated modules with parameters: the elements of the model's lists of layers."""
+    blocks: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                blocks.extend(m for m in child if next(m.parameters(), None) is not None)
+            else:
+                visit(child)
+
+    visit(model)
+    return blocks

@@ -98,3 +98,14 @@ def chunk(length: int, parts: int, which: int) -> slice:
     """
     size = -(-length // parts)
     return slice(min(which * size, length), min((which + 1) * size, length))
+
+
+def describe(layouts: list[Layout]) -> str:
+    """Where the parameters of a module are, in words."""
+    parts = []
+    for layout in layouts:
+        cuts = ", ".join(
+            f"dim {dim} on {axis}" for axis, dim in sorted(layout.cuts.items(), key=lambda c: c[1])
+        )
+        parts.append(f"{'x'.join(map(str, layout.shape))}: {cuts or 'replicated on y, x'}")
+    return "; ".join(dict.fromkeys(parts))

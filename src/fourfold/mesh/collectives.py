@@ -1,12 +1,15 @@
-"""Every collective there is: asynchronous, by axis name, counted and timed.
+"""Every collective of a step: asynchronous, by axis name, counted and timed for those who ask.
 
-The package calls `torch.distributed` here and nowhere else, so that the account of calls and bytes is complete.
-Sizes are those of a ring, which is what every large-message algorithm sends per rank:
+Collectives of a step are called here and in `weights/fsdp2.py` (FSDP2's own, which report themselves here), so that what
+`counting` counts is complete. Sizes are those of a ring, which is what every large-message algorithm sends per rank:
 
     all-reduce      2 (G-1)/G x payload        payload: the tensor
     all-gather        (G-1)/G x payload        payload: the gathered result
     reduce-scatter    (G-1)/G x payload        payload: the tensor before it is scattered
-    all-to-all        (G-1)/G x payload        payload: what a rank deals out, its own part among it
+    all-to-all        (G-1)/G x payload        payload: the tensor that a rank sends, its own part included
+
+Nobody observes a step unless asked to: then a collective costs its call and its wait, without a record, a clock read or a
+CUDA event.
 """
 
 from __future__ import annotations
@@ -24,19 +27,15 @@ from torch import Tensor
 # The work of the `fake` back end; no public name (torch 2.13.0).
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-
-# The interfaces of `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` (seen in torch 2.13.0).
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from fourfold.mesh.axes import Axis
-from fourfold.mesh.clock import clock_of, moment
+from fourfold.mesh.clock import clock_of
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 # What a collective is for. Activations and weights are the algorithm's traffic; the rest is small and listed apart.
 Purpose = Literal[
     "activation",
-    "regather",  # inputs of linears that come a second time, for backward
+    "regather",  # inputs of linears, gathered a second time for backward
     "shared",  # gradients of key/value heads that several y ranks use
     "weight",
     "gradient",
@@ -49,12 +48,12 @@ Purpose = Literal[
     "optimizer",
 ]
 _Key = tuple[Axis, Kind, Purpose]
-_UNREAD = 4096  # waits on CUDA whose times are kept unread at most
+_MAX_UNREAD = 4096  # waits on CUDA whose events are kept unread
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the account."""
+    """Calls, bytes and exposed seconds of one axis, kind and purpose."""
 
     axis: Axis
     kind: Kind
@@ -62,7 +61,7 @@ class Entry:
     ranks: int
     calls: int = 0
     payload_bytes: int = 0
-    # Seconds for which this rank's work stood still for it.
+    # Seconds that this rank's work waited for it.
     exposed_s: float = field(default=0.0, compare=False)
 
     @property
@@ -82,7 +81,7 @@ class Entry:
 
 @dataclass
 class InFlightCollective:
-    """One collective, from its start to its end, and the waits for it; made for those alone who ask for it."""
+    """One collective, from its start to its end, and the waits for it; made only if somebody observes."""
 
     axis: Axis
     kind: Kind
@@ -98,53 +97,56 @@ class InFlightCollective:
 
 
 class Observer(Protocol):
-    """Who wants to know of each collective when it starts, and when it is waited for."""
+    """Is told of each collective when it starts, and when it has been waited for."""
 
     def started(self, flight: InFlightCollective, *tensors: Tensor) -> None: ...
 
     def waited(self, flight: InFlightCollective) -> None: ...
 
     def failed(self, flight: InFlightCollective, error: Exception) -> None:
-        """The wait for it has failed: a peer is gone, or time is up."""
+        """The wait for it has failed: a peer is gone, or the time-out has passed."""
 
 
-class Turns(Protocol):
-    """Where the halves of a batch change over (`interleave.py`)."""
+class Interleaving(Protocol):
+    """Where two half-batches alternate (`parallel/batch_split.py`)."""
 
-    def pass_on(self) -> None:
-        """What was started is about to be waited for."""
+    def switch(self) -> None:
+        """A collective was started and is about to be waited for: run the other half meanwhile."""
 
     def begin_section(self) -> None:
-        """In backward, what follows from here on ends with something in flight."""
-
-
-class Alone:
-    def pass_on(self) -> None: ...
-
-    def begin_section(self) -> None: ...
+        """In backward, the nodes made from here on end with a collective in flight."""
 
 
 class Pending:
-    """A collective in flight. The tensors it works on are kept alive here until it was waited for."""
+    """A collective in flight. It keeps its tensors alive until it has been waited for."""
+
+    __slots__ = ("_finish", "_tensors", "_wait", "_work")
 
     def __init__(
         self,
         work: dist.Work | None = None,
+        tensors: tuple[Tensor, ...] = (),
+        finish: Callable[[], None] | None = None,
         wait: Callable[[], None] | None = None,
-        *tensors: Tensor,
     ) -> None:
-        self._work, self._wait = work, wait
+        self._work, self._finish, self._wait = work, finish, wait
         self._tensors: tuple[Tensor, ...] | None = tensors
 
     def wait(self) -> None:
         """From here on the result can be used."""
-        if self._wait is not None:
-            self._wait()
-        self._work = self._wait = self._tensors = None
+        if self._work is not None:
+            # On CUDA this makes the current stream wait, not the host: c10d's contract for asynchronous work.
+            if self._wait is not None:
+                self._wait()
+            else:
+                self._work.wait()
+            if self._finish is not None:
+                self._finish()
+        self._work = self._finish = self._wait = self._tensors = None
 
     def is_done(self) -> bool:
         """Would waiting take no time?"""
-        # Work that nobody does (the back end of a dry run) counts as under way until it is waited for.
+        # Work that nobody does (the back end of a dry run) counts as in flight until it is waited for.
         return self._work is None or (not isinstance(self._work, FakeWork) and self._work.is_completed())
 
 
@@ -152,20 +154,17 @@ _DONE = Pending()
 
 
 class Collectives:
-    """The collectives of one grid and their account."""
+    """The collectives of one grid."""
 
     def __init__(self, mesh: DeviceMesh, target: str) -> None:
-        self._mesh = mesh
         self._sizes = dict(zip(cast(tuple[str, ...], mesh.mesh_dim_names), mesh.shape, strict=True))
         self._groups = {axis: mesh.get_group(axis) for axis, size in self._sizes.items() if size > 1}
-        self._account: dict[_Key, Entry] = {}
-        self._clock = clock_of(mesh.device_type)
-        self._unread: list[tuple[_Key, Any, Any]] = []
-        self._flights: list[InFlightCollective] | None = None
+        self.clock = clock_of(mesh.device_type)
         self.observers: list[Observer] = []
-        self._computed_besides_s: float | None = None
-        # Who else may work while something is in flight: nobody, unless the halves of a batch take turns.
-        self.turns: Turns = Alone()
+        # How many of them want to know for how long a rank waited.
+        self._timing = 0
+        # Set while two half-batches alternate in the model.
+        self.interleaving: Interleaving | None = None
         # Also where Gloo is only imitated: a dry run for CPUs.
         self._on_gloo = any(dist.get_backend(group) in ("gloo", "fake") for group in self._groups.values())
         self._on_gloo &= target == "cpu"
@@ -173,23 +172,17 @@ class Collectives:
     def size(self, axis: Axis) -> int:
         return self._sizes[axis]
 
-    # -- the account ----------------------------------------------------------------------------------------------
+    def group(self, axis: Axis) -> dist.ProcessGroup:
+        """The process group of an axis of several ranks."""
+        return self._groups[axis]
 
-    def account(self) -> list[Entry]:
-        """Calls, bytes and exposed seconds since the last reset, by axis, kind and purpose.
-
-        On CUDA this waits until the device has done what was waited for.
-        """
-        self._read_times()
-        return [self._account[key] for key in sorted(self._account)]
-
-    def reset(self) -> None:
-        self._account.clear()
-        self._unread.clear()
+    # -- observing ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def counting(self) -> Iterator[list[Entry]]:
-        """The account of what happens inside, alone.
+        """Calls, bytes and exposed seconds of what happens inside, by axis, kind and purpose.
+
+        The list is filled at the end; on CUDA that waits until the device has done what was waited for.
 
         Example:
             >>> with grid.collectives.counting() as entries:
@@ -197,143 +190,98 @@ class Collectives:
             >>> sum(entry.bytes_sent for entry in entries)  # one rank sends nothing
             0
         """
-        self._read_times()
-        outer, self._account = self._account, {}
+        counter = _Counter(self)
         entries: list[Entry] = []
-        try:
-            yield entries
-        finally:
-            entries.extend(self.account())
-            inner, self._account = self._account, outer
-            for entry in inner.values():
-                self._add(entry)
-
-    @contextmanager
-    def computing(self) -> Iterator[list[float]]:
-        """Seconds for which this thread computed inside, by the kernel's account of it; what it did in waits is left out."""
-        seconds: list[float] = []
-        self._computed_besides_s = 0.0
-        _, busy_before_s = moment()
-        try:
-            yield seconds
-        finally:
-            _, busy_after_s = moment()
-            seconds.append(busy_after_s - busy_before_s + self._computed_besides_s)
-            self._computed_besides_s = None
-
-    def _mark(self) -> tuple[Any, float]:
-        """Now, and for how long this thread has been busy, if somebody wants to know that."""
-        return moment() if self._clock.immediate and self.measures_computing else (self._clock.mark(), 0.0)
-
-    @property
-    def measures_computing(self) -> bool:
-        """Does somebody want to know?"""
-        return self._computed_besides_s is not None
-
-    def add_computing(self, seconds: float) -> None:
-        """So much was computed in another thread; what is below 0 was no computation of this one."""
-        if self._computed_besides_s is not None:
-            self._computed_besides_s += seconds
+        with self._observed_by(counter):
+            try:
+                yield entries
+            finally:
+                entries.extend(counter.entries())
 
     @contextmanager
     def recording(self) -> Iterator[list[InFlightCollective]]:
         """Every collective that starts inside, one by one."""
-        before, self._flights = self._flights, []
+        recorder = _Recorder(self.clock.immediate)
+        with self._observed_by(recorder):
+            yield recorder.flights
+
+    @contextmanager
+    def _observed_by(self, observer: _Counter | _Recorder) -> Iterator[None]:
+        self.observers.append(observer)
+        self._timing += 1
         try:
-            yield self._flights
+            yield
         finally:
-            self._flights = before
+            self.observers.remove(observer)
+            self._timing -= 1
 
-    def _add(self, more: Entry) -> None:
-        key = (more.axis, more.kind, more.purpose)
-        had = self._account.get(key)
-        self._account[key] = more if had is None else had + more
-
-    def _read_times(self, oldest: int | None = None) -> None:
-        for key, start, end in self._unread[:oldest]:
-            self._add_exposed(key, self._clock.elapsed_s(start, end))
-        del self._unread[:oldest]
-
-    def _add_exposed(self, key: _Key, seconds: float) -> None:
-        self._add(Entry(*key, self.size(key[0]), exposed_s=seconds))
-
-    def _start(
-        self, axis: Axis, kind: Kind, purpose: Purpose, payload: Tensor, module: str
+    def report(
+        self,
+        axis: Axis,
+        kind: Kind,
+        purpose: Purpose,
+        payload: Tensor,
+        work: dist.Work | None,
+        *tensors: Tensor,
+        module: str = "",
+        issued_ns: int | None = None,
     ) -> InFlightCollective | None:
-        """Put a collective on the account; a flight, if somebody records."""
-        payload_bytes = payload.numel() * payload.element_size()
-        self._add(Entry(axis, kind, purpose, self.size(axis), 1, payload_bytes))
-        if self._flights is None and not self.observers:
+        """Tell the observers, if there are any, of a collective that was started."""
+        if not self.observers:
             return None
-        flight = InFlightCollective(axis, kind, purpose, module, payload_bytes, time.time_ns())
-        if self._flights is not None:
-            self._flights.append(flight)
+        payload_bytes = payload.numel() * payload.element_size()
+        issued_ns = time.time_ns() if issued_ns is None else issued_ns
+        flight = InFlightCollective(axis, kind, purpose, module, payload_bytes, issued_ns, work=work)
+        for observer in self.observers:
+            observer.started(flight, *tensors)
         return flight
 
-    def _tell_started(
-        self, flight: InFlightCollective | None, work: dist.Work | None, *tensors: Tensor
-    ) -> None:
-        if flight is not None and self.observers:
-            flight.work = work
+    def _wait_observed(self, work: dist.Work, flight: InFlightCollective) -> None:
+        timed = self._timing > 0
+        start_ns = time.time_ns() if timed else 0
+        start = self.clock.mark() if timed else None
+        try:
+            work.wait()
+        except RuntimeError as error:
             for observer in self.observers:
-                observer.started(flight, *tensors)
-
-    def _pending(
-        self,
-        work: dist.Work,
-        key: _Key,
-        flight: InFlightCollective | None,
-        *tensors: Tensor,
-        finish: Callable[[], None] | None = None,
-    ) -> Pending:
-        """``work`` in flight, with a wait that is timed."""
-        self._tell_started(flight, work, *tensors)
-        if self._flights is not None and flight is not None and self._clock.immediate:
-
-            def landed(_: Any) -> None:
-                flight.done_ns = time.time_ns()
-
-            work.get_future().add_done_callback(landed)
-
-        def wait() -> None:
-            start_ns = time.time_ns()
-            start, busy_before_s = self._mark()
-            try:
-                # On CUDA this makes the current stream wait, not the host: c10d's contract for async work.
-                work.wait()
-            except RuntimeError as error:
-                for observer in self.observers if flight is not None else ():
-                    observer.failed(flight, error)  # type: ignore[arg-type]
-                raise
-            end, busy_after_s = self._mark()
-            end_ns = time.time_ns()
-            self.add_computing(busy_before_s - busy_after_s)
-            if self._clock.immediate:
-                exposed_s = self._clock.elapsed_s(start, end)
-                self._add_exposed(key, exposed_s)
-                # The trace shows what the account says: a thread may lose its core between two readings of a clock.
-                end_ns = start_ns + round(exposed_s * 1e9)
-            else:
-                self._unread.append((key, start, end))
-                if len(self._unread) > _UNREAD:
-                    # The older half, which the device is past: for the newest the host would wait.
-                    self._read_times(_UNREAD // 2)
-            if flight is not None:
-                flight.waits_ns.append((start_ns, end_ns))
-                if (
-                    self._clock.immediate
-                ):  # it is done, and its tensors are not to live as long as the flight is kept
-                    flight.work = None
-                for observer in self.observers:
-                    observer.waited(flight)
-            if finish is not None:
-                finish()
-
-        return Pending(work, wait, *tensors)
+                observer.failed(flight, error)
+            raise
+        if timed:
+            end, end_ns = self.clock.mark(), time.time_ns()
+            if self.clock.immediate:
+                # The trace shows what `counting` counts: a thread may lose its core between two readings of a clock.
+                end_ns = start_ns + round(self.clock.elapsed_s(start, end) * 1e9)
+            flight.waits_ns.append((start_ns, end_ns))
+            for observer in self.observers:
+                if isinstance(observer, _Counter):
+                    observer.add_wait(flight, start, end)
+        if self.clock.immediate:
+            flight.work = None  # its tensors need not live as long as the record does
+        for observer in self.observers:
+            observer.waited(flight)
 
     # -- the collectives: in place or into a given tensor, in flight until `wait` ----------------------------------
     #
-    # ``module`` is whose work it is, for timelines and for the report of a hang.
+    # ``module`` names whose work it is, for timelines and for the report of a hang.
+
+    def _start(
+        self,
+        axis: Axis,
+        kind: Kind,
+        purpose: Purpose,
+        module: str,
+        payload: Tensor,
+        call: Callable[[], dist.Work | None],
+        tensors: tuple[Tensor, ...],
+        finish: Callable[[], None] | None = None,
+    ) -> Pending:
+        issued_ns = time.time_ns() if self.observers else None
+        work = cast(dist.Work, call())
+        if issued_ns is None:
+            return Pending(work, tensors, finish)
+        flight = self.report(axis, kind, purpose, payload, work, *tensors, module=module, issued_ns=issued_ns)
+        assert flight is not None
+        return Pending(work, tensors, finish, lambda: self._wait_observed(work, flight))
 
     def all_reduce(
         self,
@@ -345,135 +293,150 @@ class Collectives:
         module: str = "",
     ) -> Pending:
         """Reduce ``tensor`` in place over an axis; nothing happens on no axis or one of a single rank."""
-        if axis is None or self.size(axis) == 1:
+        if axis is None or self._sizes[axis] == 1:
             return _DONE
-        flight = self._start(axis, "all_reduce", purpose, tensor, module)
-        work = dist.all_reduce(tensor, op, self._groups[axis], async_op=True)
-        return self._pending(cast(dist.Work, work), (axis, "all_reduce", purpose), flight, tensor)
+        group = self._groups[axis]
+        return self._start(
+            axis,
+            "all_reduce",
+            purpose,
+            module,
+            tensor,
+            lambda: dist.all_reduce(tensor, op, group, async_op=True),
+            (tensor,),
+        )
 
     def all_gather(
         self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose, *, module: str = ""
     ) -> Pending:
         """The ranks' tensors side by side along their first dim."""
-        if self.size(axis) == 1:
+        if self._sizes[axis] == 1:
             output.view(-1).copy_(tensor.view(-1))
             return _DONE
-        flight = self._start(axis, "all_gather", purpose, output, module)
-        # Flat, because Gloo wants the output to be the inputs side by side along their first dim.
-        work = dist.all_gather_single(output.view(-1), tensor.view(-1), self._groups[axis], async_op=True)
-        return self._pending(work, (axis, "all_gather", purpose), flight, output, tensor)
+        group = self._groups[axis]
+        return self._start(
+            axis,
+            "all_gather",
+            purpose,
+            module,
+            output,
+            # Flat, because Gloo wants the output to be the inputs side by side along their first dim.
+            lambda: dist.all_gather_single(output.view(-1), tensor.view(-1), group, async_op=True),
+            (output, tensor),
+        )
 
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose, *, module: str = ""
     ) -> Pending:
-        """This rank's part of the sum of the ranks' tensors, cut along their first dim."""
-        if self.size(axis) == 1:
+        """This rank's part of the sum of the ranks' tensors, split along their first dim."""
+        if self._sizes[axis] == 1:
             output.view(-1).copy_(tensor.view(-1))
             return _DONE
-        flight = self._start(axis, "reduce_scatter", purpose, tensor, module)
-        key: _Key = (axis, "reduce_scatter", purpose)
-        whole, group = tensor.view(-1), self._groups[axis]
+        group, flat = self._groups[axis], tensor.view(-1)
         if not self._on_gloo:
-            work = dist.reduce_scatter_single(output.view(-1), whole, dist.ReduceOp.SUM, group, async_op=True)
-            return self._pending(work, key, flight, output, tensor)
+            return self._start(
+                axis,
+                "reduce_scatter",
+                purpose,
+                module,
+                tensor,
+                lambda: dist.reduce_scatter_single(
+                    output.view(-1), flat, dist.ReduceOp.SUM, group, async_op=True
+                ),
+                (output, tensor),
+            )
         # Gloo's own reduce-scatter is an all-reduce of a copy and sends twice what is needed. Each rank can as well
         # get the parts that are its own and add them up, in the order of the ranks.
-        parts = torch.empty_like(whole)
-        work = cast(dist.Work, dist.all_to_all_single(parts, whole, group=group, async_op=True))
+        parts = torch.empty_like(flat)
 
         def add_up() -> None:
-            torch.sum(parts.view(self.size(axis), -1), dim=0, out=output.view(-1))
+            torch.sum(parts.view(self._sizes[axis], -1), dim=0, out=output.view(-1))
 
-        return self._pending(work, key, flight, output, tensor, parts, finish=add_up)
+        return self._start(
+            axis,
+            "reduce_scatter",
+            purpose,
+            module,
+            tensor,
+            lambda: dist.all_to_all_single(parts, flat, group=group, async_op=True),
+            (output, tensor, parts),
+            add_up,
+        )
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose, *, module: str = ""
     ) -> Pending:
-        """Part i of ``tensor``, cut along its first dim, goes to rank i; ``output`` has what the ranks sent here."""
-        if self.size(axis) == 1:
+        """Part i of ``tensor``, split along its first dim, goes to rank i; ``output`` has what the ranks sent here."""
+        if self._sizes[axis] == 1:
             output.view(-1).copy_(tensor.view(-1))
             return _DONE
-        flight = self._start(axis, "all_to_all", purpose, tensor, module)
         group = self._groups[axis]
-        work = dist.all_to_all_single(output.view(-1), tensor.view(-1), group=group, async_op=True)
-        return self._pending(cast(dist.Work, work), (axis, "all_to_all", purpose), flight, output, tensor)
-
-    # -- FSDP2's collectives, led through the same account ----------------------------------------------------------
-
-    def take_over(self, module: FSDPModule) -> None:
-        """Let the collectives of a `fully_shard`ed module be counted here.
-
-        Gradients are summed, not averaged: the loss is divided by the tokens of the global batch already. The data
-        axis is reduced in FSDP2's hook behind the reduce-scatter, which is its documented place for that. On CUDA the
-        waits are FSDP2's own, between its streams: their seconds are not in the account.
-        """
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_CountedAllGather(self))
-        module.set_custom_reduce_scatter(_CountedReduceScatter(self))
-        if self.size("data") > 1:
-            module.set_all_reduce_hook(self._reduce_over_data)
-
-    def _reduce_over_data(self, gradient: Tensor) -> None:
-        if not gradient.is_cuda:
-            self.all_reduce(gradient, "data", "gradient").wait()
-            return
-        # This hook runs in FSDP2's all-reduce stream: a wait there holds up no computation and is not timed.
-        flight = self._start("data", "all_reduce", "gradient", gradient, "")
-        dist.all_reduce(gradient, group=self._groups["data"])
-        self._tell_started(flight, None, gradient)
-        # Allocated in FSDP2's reduce-scatter stream, used in its all-reduce stream. FSDP2 keeps such a buffer from being
-        # reused too early for its own all-reduce alone; here this does.
-        gradient.record_stream(torch.cuda.current_stream())
-
-
-class _Allocate:
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _CountedAllGather(_Allocate, AllGather):
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        ours = self._collectives
-        if not output_tensor.is_cuda and not async_op and ours.size("z") > 1:
-            ours.all_gather(output_tensor, input_tensor, "z", "weight").wait()
-            return None
-        flight = ours._start("z", "all_gather", "weight", output_tensor, "")
-        work = cast(
-            dist.Work | None, dist.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
+        return self._start(
+            axis,
+            "all_to_all",
+            purpose,
+            module,
+            tensor,
+            lambda: dist.all_to_all_single(output.view(-1), tensor.view(-1), group=group, async_op=True),
+            (output, tensor),
         )
-        if output_tensor.is_cuda:
-            ours._tell_started(flight, work, output_tensor, input_tensor)
-        return work
 
 
-class _CountedReduceScatter(_Allocate, ReduceScatter):
+class _Counter:
+    """Sums calls, bytes and exposed seconds."""
+
     def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+        self._collectives, self._clock = collectives, collectives.clock
+        self._entries: dict[_Key, Entry] = {}
+        self._unread: list[tuple[InFlightCollective, Any, Any]] = []
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        ours = self._collectives
-        if not output_tensor.is_cuda and not async_op and ours.size("z") > 1:
-            assert op == dist.ReduceOp.SUM, op
-            ours.reduce_scatter(output_tensor, input_tensor, "z", "gradient").wait()
-            return None
-        flight = ours._start("z", "reduce_scatter", "gradient", input_tensor, "")
-        work = cast(
-            dist.Work | None,
-            dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op),
-        )
-        if output_tensor.is_cuda:
-            ours._tell_started(flight, work, output_tensor, input_tensor)
-        return work
+    def started(self, flight: InFlightCollective, *tensors: Tensor) -> None:
+        self._add(flight, calls=1, payload_bytes=flight.payload_bytes)
+
+    def add_wait(self, flight: InFlightCollective, start: Any, end: Any) -> None:
+        self._unread.append((flight, start, end))
+        if self._clock.immediate:
+            self._read()
+        elif len(self._unread) > _MAX_UNREAD:
+            # The older half, which the device is past: for the newest the host would wait.
+            self._read(_MAX_UNREAD // 2)
+
+    def waited(self, flight: InFlightCollective) -> None: ...
+
+    def failed(self, flight: InFlightCollective, error: Exception) -> None: ...
+
+    def entries(self) -> list[Entry]:
+        self._read()
+        return [self._entries[key] for key in sorted(self._entries)]
+
+    def _read(self, oldest: int | None = None) -> None:
+        for flight, start, end in self._unread[:oldest]:
+            self._add(flight, exposed_s=self._clock.elapsed_s(start, end))
+        del self._unread[:oldest]
+
+    def _add(self, flight: InFlightCollective, **amounts: Any) -> None:
+        key: _Key = (flight.axis, flight.kind, flight.purpose)
+        more = Entry(*key, self._collectives.size(flight.axis), **amounts)
+        had = self._entries.get(key)
+        self._entries[key] = more if had is None else had + more
+
+
+class _Recorder:
+    """Keeps every collective, with the moment of its end where the host learns it."""
+
+    def __init__(self, sees_end: bool) -> None:
+        self.flights: list[InFlightCollective] = []
+        self._sees_end = sees_end
+
+    def started(self, flight: InFlightCollective, *tensors: Tensor) -> None:
+        self.flights.append(flight)
+        if self._sees_end and flight.work is not None:
+
+            def landed(_: Any) -> None:
+                flight.done_ns = time.time_ns()
+
+            flight.work.get_future().add_done_callback(landed)
+
+    def waited(self, flight: InFlightCollective) -> None: ...
+
+    def failed(self, flight: InFlightCollective, error: Exception) -> None: ...

@@ -1,8 +1,12 @@
-"""Differentiable sums over an axis: a replicated tensor carries the whole gradient on each of its replicas."""
+"""Differentiable sums over an axis: a replicated tensor carries the complete gradient on each of its replicas.
+
+Each function is complete when it returns. The exception is a backward while two half-batches alternate
+(`parallel/batch_split.py`): there the gradient of an input is returned in flight, and the node that `await_gradient` puts
+in front of the operation waits for it, so that autograd runs the other half in between.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -12,69 +16,46 @@ from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives, Pending, Purpose
 
 
-@dataclass
-class InFlight:
-    """The collectives of one operation: each is waited for by the first who reads its result."""
-
-    outputs: list[Pending] = field(default_factory=list)
-    input_gradient: Pending | None = None
+def put_in_flight(gradient: Tensor, pending: Pending) -> Tensor:
+    """Return ``gradient`` from a backward before ``pending`` is complete; `await_gradient` stands in front."""
+    gradient._pending = pending  # type: ignore[attr-defined]
+    return gradient
 
 
-@dataclass(frozen=True)
-class GradientAxes:
-    """Of a parameter that several ranks use: the axes over which each of them has a part of its gradient.
-
-    Over those of ``whole`` each has all of it, in this batch, but a part in batches of another shape.
-    """
-
-    parts: tuple[Axis, ...] = ()
-    whole: tuple[Axis, ...] = ()
-
-
-NO_PARTS = GradientAxes()
-
-
-class _GradientArrived(torch.autograd.Function):
-    """Stands before an operation, so after it in backward: there the gradient of its input has to be complete.
-
-    In between autograd does what else is ready: it hands on the gradients of weights, whose own communication so begins
-    before this wait, and it works on the other half of an interleaved batch.
-    """
+class _AwaitGradient(torch.autograd.Function):
+    """Precedes an operation, so follows it in backward: there the gradient of its input has to be complete."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, flight: InFlight) -> Tensor:
-        ctx.flight = flight
+    def forward(ctx: Any, input: Tensor) -> Tensor:
         return input.view_as(input)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        if ctx.flight.input_gradient is not None:
-            ctx.flight.input_gradient.wait()
-            ctx.flight.input_gradient = None
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        pending: Pending | None = gradients[0].__dict__.pop("_pending", None)
+        if pending is not None:
+            pending.wait()
+        return gradients[0]
 
 
-def await_gradient(
-    input: Tensor, flight: InFlight, collectives: Collectives, *, takes_turns: bool = True
-) -> Tensor:
-    """``input`` for an operation whose backward leaves the reduction of its gradient in ``flight``."""
-    input = cast(Tensor, _GradientArrived.apply(input, flight))  # type: ignore[no-untyped-call]
-    if takes_turns:
-        collectives.turns.begin_section()
+def await_gradient(input: Tensor, collectives: Collectives) -> Tensor:
+    """``input`` for an operation whose backward returns the gradient in flight."""
+    assert collectives.interleaving is not None
+    input = cast(Tensor, _AwaitGradient.apply(input))  # type: ignore[no-untyped-call]
+    collectives.interleaving.begin_section()
     return input
 
 
 class _SumForward(torch.autograd.Function):
-    """Partial sums become one replicated tensor; its gradient is whole already, on each rank."""
+    """Partial sums become one replicated tensor; its gradient is complete already, on each rank."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str
+        ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis, purpose: Purpose, module: str
     ) -> Tensor:
         total = tensor.clone()
         pending = collectives.all_reduce(total, axis, purpose, module=module)
-        if _takes_turns(purpose):
-            collectives.turns.pass_on()
+        if collectives.interleaving is not None and _is_large(purpose):
+            collectives.interleaving.switch()
         pending.wait()
         return total
 
@@ -90,33 +71,33 @@ class _SumBackward(torch.autograd.Function):
     def forward(
         ctx: Any,
         tensor: Tensor,
-        flight: InFlight,
         collectives: Collectives,
-        axis: Axis | None,
+        axis: Axis,
         purpose: Purpose,
         module: str,
+        deferred: bool,
     ) -> Tensor:
-        ctx.flight, ctx.collectives, ctx.axis = flight, collectives, axis
-        ctx.purpose, ctx.module = purpose, module
+        ctx.collectives, ctx.axis, ctx.purpose = collectives, axis, purpose
+        ctx.module, ctx.deferred = module, deferred
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         gradient = gradients[0]
-        # Gradients of parameters are reduced in fp32, whatever the work is done in.
+        # Gradients of parameters are reduced in fp32, whatever precision computes them.
         dtype = torch.float32 if ctx.purpose == "replica" else gradient.dtype
         total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
         pending = ctx.collectives.all_reduce(total, ctx.axis, ctx.purpose, module=ctx.module)
-        if dtype != gradient.dtype:
+        if ctx.deferred:
+            total = put_in_flight(total, pending)
+        else:
             pending.wait()
             total = total.to(gradient.dtype)
-        else:
-            ctx.flight.input_gradient = pending
         return total, None, None, None, None, None
 
 
-def _takes_turns(purpose: Purpose) -> bool:
-    """A norm's statistics, and gradients of vectors, are so few bytes that waiting for them is cheaper than a change of lanes."""
+def _is_large(purpose: Purpose) -> bool:
+    """Is it worth a switch of half-batches? Statistics of a norm and gradients of vectors are a few bytes."""
     return purpose not in ("norm", "replica")
 
 
@@ -133,16 +114,40 @@ def sum_backward(
 ) -> Tensor:
     if axis is None or collectives.size(axis) == 1:
         return tensor
-    flight = InFlight()
-    tensor = await_gradient(tensor, flight, collectives, takes_turns=_takes_turns(purpose))
-    arguments = (tensor, flight, collectives, axis, purpose, module)
-    return cast(Tensor, _SumBackward.apply(*arguments))  # type: ignore[no-untyped-call]
+    deferred = collectives.interleaving is not None and _is_large(purpose)
+    if deferred:
+        tensor = await_gradient(tensor, collectives)
+    return cast(
+        Tensor,
+        _SumBackward.apply(tensor, collectives, axis, purpose, module, deferred),  # type: ignore[no-untyped-call]
+    )
+
+
+class _SumBoth(torch.autograd.Function):
+    """A sum over sharded features, used by sharded features: summed over the axis in each direction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis, purpose: Purpose, module: str
+    ) -> Tensor:
+        ctx.arguments = collectives, axis, purpose, module
+        return _summed(tensor, *ctx.arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _summed(gradients[0], *ctx.arguments), None, None, None, None
+
+
+def _summed(tensor: Tensor, collectives: Collectives, axis: Axis, purpose: Purpose, module: str) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    collectives.all_reduce(total, axis, purpose, module=module).wait()
+    return total
 
 
 def sum_both(
     tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str = ""
 ) -> Tensor:
-    """A sum over sharded features that sharded features are then divided by, as in a norm."""
-    return sum_forward(
-        sum_backward(tensor, collectives, axis, purpose, module), collectives, axis, purpose, module
-    )
+    """A sum over sharded features by which sharded features are then scaled, as in a norm."""
+    if axis is None or collectives.size(axis) == 1:
+        return tensor
+    return cast(Tensor, _SumBoth.apply(tensor, collectives, axis, purpose, module))  # type: ignore[no-untyped-call]

@@ -27,11 +27,11 @@ from torch.optim._muon import (
     _zeropower_via_newtonschulz,
 )
 
+from fourfold.hf.anatomy import find_blocks
 from fourfold.hf.parameter_layout import Layout
 from fourfold.optim.redistribute import MatrixRedistribute
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.embedding import Embedding4D
-from fourfold.parallel.parallelize import find_blocks
 from fourfold.parallel.report import Report
 
 COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)

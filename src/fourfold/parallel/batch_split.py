@@ -1,14 +1,14 @@
-"""Two halves of a batch take turns: while the all-reduce of one is in flight, the other computes.
+"""Batch-split overlap: two half-batches alternate, so that one computes while a collective of the other is in flight.
 
-A linear's own matmuls are often shorter than the all-reduce behind them; then chunks and weight gradients cannot hide it.
-The work of the other half of the sequences can. Each half, a *lane*, runs the model's own forward in a thread of its
-own; only one of the two runs at a time, and they change where the running one would wait for a sum over ranks. So the
-order of collectives is the same on all ranks, and on CUDA all kernels are in one stream.
+A linear's own matmuls are often shorter than the collective after them; then chunks and weight gradients cannot hide it.
+The work of the other half of the sequences can. Each half runs the model's own forward in a thread of its own. Only one
+of the two runs at a time, and they switch where the running one would wait for a collective. So the order of collectives
+is the same on all ranks, and on CUDA all kernels are in one stream.
 
-Backward is one pass over both graphs. Autograd takes, of what is ready, the node that was made last, by a number that
-each thread counts for itself. A *section* reaches from one operation with a backward all-reduce to the next; the
-lanes' numbers are set so that backward runs the section of one lane, then the same section of the other, while the all-reduce
-that ended the first is in flight.
+Backward is one pass over both graphs. Of the nodes that are ready, autograd runs the one that was made last, by a sequence
+number that each thread counts for itself. A *section* reaches from one operation with a collective in backward to the
+next. The threads' numbers are set so that backward runs the section of one half, then the same section of the other,
+while the collective that ended the first is in flight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import functools
 import inspect
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fourfold.errors import UnsupportedError
-from fourfold.mesh.clock import moment
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.loss import loss_of
 from fourfold.parallel.sequence import Tokens
@@ -52,14 +50,14 @@ _BY_ROW = (
 )
 
 
-def why_not(
+def why_not_split(
     model: nn.Module, overlap: Overlap, grid: Grid, *, streamed: bool, uses_dropout: bool
 ) -> str | None:
-    """Why a batch goes through in one piece; None if its halves take turns."""
+    """Why a batch goes through in one piece; None if its halves alternate."""
     if grid.x * grid.y == 1:
         return "no activation is sent"
     if "input_ids" not in inspect.signature(model.forward).parameters or not hasattr(model, "loss_function"):
-        return "not a Hugging Face causal LM, whose halves can be put together"
+        return "not a Hugging Face causal LM, whose half-batches can be joined"
     if not streamed:
         return "FSDP2 takes one forward at a time; use weights='streamed'"
     if uses_dropout:
@@ -72,23 +70,23 @@ def why_not(
 
 
 class Group(Protocol):
-    """What takes part: linears that send activations (`linear.SiblingGroup`)."""
+    """Linears that send activations together (`linear.FusedLinearGroup`)."""
 
     settled: bool
 
 
-def interleave(
+def split_batches(
     model: nn.Module,
-    lanes: BatchSplit,
+    split: BatchSplit,
     groups: Sequence[Group],
     count: Callable[[Any, Any, int | None], Tensor],
     tokens: Tokens | None = None,
 ) -> None:
-    """Let ``model`` compute the two halves of its batch in turns.
+    """Let ``model`` compute the two halves of its batch alternately.
 
-    What cannot be halved by its rows (one sequence, an unknown argument) goes through in one piece. ``count`` tells how many
-    labels of the global batch count, of labels, labels that are shifted already, and what stands for none. Where
-    ``tokens`` are cut, halves that cannot be cut alike go in one piece as well.
+    A batch that cannot be split by rows (one sequence, an unknown argument) goes through in one piece. ``count`` returns the
+    number of labels of the global batch that count, given labels, shifted labels and the value to ignore. Where ``tokens`` are
+    sharded, halves that cannot be sharded alike go through in one piece as well.
     """
     inner = model.forward
     names = list(inspect.signature(inner).parameters)
@@ -96,14 +94,14 @@ def interleave(
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         halves = _halve(names, args, kwargs, count)
-        if halves is None or not _cut_alike(halves, tokens) or torch.is_inference_mode_enabled():
+        if halves is None or not _shard_alike(halves, tokens) or torch.is_inference_mode_enabled():
             return inner(*args, **kwargs)
         if not all(group.settled for group in groups):
-            # Who are siblings shows in a forward of one piece. It is one more, so that all steps are in halves: a run that goes
-            # on in a new process has the numbers of one that was never interrupted.
+            # Which linears share an input shows in a forward of one piece. It is an extra one, so that all steps are in
+            # halves: a run that resumes in a new process has the values of one that was never interrupted.
             with torch.no_grad():
                 inner(**halves[0])
-        return _join(lanes.run([functools.partial(inner, **half) for half in halves]))
+        return _join(split.run([functools.partial(inner, **half) for half in halves]))
 
     model.forward = forward
 
@@ -114,133 +112,118 @@ class BatchSplit:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self._workers: list[_Worker] = []
-        self._turn: _Turn | None = None
-        # Autograd's numbers: the highest in use, and how many a section has at most, as far as is known.
+        self._forward: _Forward | None = None
+        # Autograd's sequence numbers: the highest in use, and how many a section has at most, as far as is known.
         self._highest, self._longest = 0, 0
 
     @staticmethod
     def of(grid: Grid) -> BatchSplit:
-        """Those of the grid: all its models share them, as one forward runs at a time."""
-        if not isinstance(grid.collectives.turns, BatchSplit):
-            grid.collectives.turns = BatchSplit(grid)
-        return grid.collectives.turns
+        """That of the grid: all its models share the threads, as one forward runs at a time."""
+        made: BatchSplit = grid.collectives.__dict__.setdefault("_batch_split", BatchSplit(grid))
+        return made
 
-    def count(self) -> int:
-        """How many are in the model at this moment."""
-        return 1 if self._turn is None else HALVES
+    def half_batches(self) -> int:
+        """How many parts of a batch are in the model now."""
+        return 1 if self._forward is None else HALVES
 
-    def run(self, lanes: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What the lanes return. If one fails, its error is raised when the other has stopped."""
+    def run(self, halves: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return what the halves return. If one fails, raise its error when the other has stopped."""
         modes = _get_current_dispatch_mode_stack()
         if not all(isinstance(m, FakeTensorMode) or getattr(m, "follows_threads", False) for m in modes):
-            # A mode (a counter of FLOPs) belongs to this thread: the lanes run one after the other.
-            return [lane() for lane in lanes]
+            # A mode (a counter of FLOPs) belongs to this thread: run the halves one after the other.
+            return [half() for half in halves]
         if not self._workers:
             self._workers = [_Worker() for _ in range(HALVES)]
-        turn = self._turn = _Turn(first_number=self._highest, gap=(self._longest or _FIRST_GUESS) + 1)
-        state = _ThreadState(self.grid.device)
-        finished = [
-            worker.start(functools.partial(self._run_lane, turn, i, lane, state))
-            for i, (worker, lane) in enumerate(zip(self._workers, lanes, strict=True))
-        ]
-        turn.passed_on_s = time.perf_counter()
-        turn.go[0].release()
-        for event in finished:
-            event.wait()
-        self._turn = None
-        self._longest = max(self._longest, turn.longest)
-        if turn.error is not None:
-            raise turn.error
-        return turn.results
-
-    def _run_lane(self, turn: _Turn, lane: int, work: Callable[[], Any], state: _ThreadState) -> None:
-        turn.go[lane].acquire()
-        self._take_up(turn)
-        turn.lane_of[threading.get_ident()] = lane
+        forward = _Forward(first_number=self._highest, gap=(self._longest or _FIRST_GUESS) + 1)
+        collectives = self.grid.collectives
+        self._forward, collectives.interleaving = forward, self
         try:
-            with state.entered():
-                turn.section_start[lane] = _get_sequence_nr()
-                self.begin_section()
-                turn.results[lane] = work()
+            state = _ThreadState(self.grid.device)
+            finished = [
+                worker.start(functools.partial(self._run_half, forward, i, half, state))
+                for i, (worker, half) in enumerate(zip(self._workers, halves, strict=True))
+            ]
+            forward.go[0].release()
+            for event in finished:
+                event.wait()
+        finally:
+            self._forward = collectives.interleaving = None
+        self._longest = max(self._longest, forward.longest)
+        if forward.error is not None:
+            raise forward.error
+        return forward.results
+
+    def _run_half(self, forward: _Forward, half: int, work: Callable[[], Any], state: _ThreadState) -> None:
+        forward.go[half].acquire()
+        forward.half_of[threading.get_ident()] = half
+        try:
+            # If the other half failed before this one began, its collectives would find no peers.
+            if forward.error is None:
+                with state.entered():
+                    forward.section_start[half] = _get_sequence_nr()
+                    self.begin_section()
+                    forward.results[half] = work()
         except _Abandoned:
             pass
         except BaseException as error:
-            turn.error = turn.error or error
+            forward.error = forward.error or error
         finally:
             self._highest = max(self._highest, _get_sequence_nr())
-            turn.over[lane] = True
-            self._lay_down(turn)
-            turn.go[1 - lane].release()
+            forward.is_over[half] = True
+            forward.go[1 - half].release()
 
-    def pass_on(self) -> None:
-        """This lane would wait now: it is the other one's turn, until that would wait or is over."""
-        turn = self._turn
-        lane = None if turn is None else turn.lane_of.get(threading.get_ident())
-        if turn is None or lane is None or turn.over[1 - lane]:
+    def switch(self) -> None:
+        """This half would wait now: let the other one run, until that would wait or is over."""
+        forward = self._forward
+        half = None if forward is None else forward.half_of.get(threading.get_ident())
+        if forward is None or half is None or forward.is_over[1 - half]:
             return
-        self._lay_down(turn)
-        turn.go[1 - lane].release()
-        turn.go[lane].acquire()
-        self._take_up(turn)
-        if turn.error is not None:
+        forward.go[1 - half].release()
+        forward.go[half].acquire()
+        if forward.error is not None:
             raise _Abandoned
 
-    # Who measures a step counts what a lane does in its turn, and the change of lanes by the clock: in it both are awake.
-
-    def _lay_down(self, turn: _Turn) -> None:
-        if self.grid.collectives.measures_computing:
-            turn.passed_on_s, now_busy_s = moment()
-            self.grid.collectives.add_computing(now_busy_s - turn.busy_before_s)
-
-    def _take_up(self, turn: _Turn) -> None:
-        if self.grid.collectives.measures_computing:
-            now_s, turn.busy_before_s = moment()
-            self.grid.collectives.add_computing(now_s - turn.passed_on_s)
-
     def begin_section(self) -> None:
-        """What this lane makes from here on runs, in backward, apart from the other lane's part of the section."""
-        turn = self._turn
-        lane = None if turn is None else turn.lane_of.get(threading.get_ident())
-        if turn is None or lane is None or not torch.is_grad_enabled():
+        """In backward, the nodes that this half makes from here on run apart from the other half's part of the section."""
+        forward = self._forward
+        half = None if forward is None else forward.half_of.get(threading.get_ident())
+        if forward is None or half is None or not torch.is_grad_enabled():
             return
-        turn.longest = max(turn.longest, _get_sequence_nr() - turn.section_start[lane])
-        number = turn.first_number + (HALVES * turn.section[lane] + lane) * turn.gap
-        turn.section[lane] += 1
+        forward.longest = max(forward.longest, _get_sequence_nr() - forward.section_start[half])
+        number = forward.first_number + (HALVES * forward.section[half] + half) * forward.gap
+        forward.section[half] += 1
         # The counter only moves when a node is made; whoever watches operators need not see these.
         with torch._C._DisableTorchDispatch():
             while _get_sequence_nr() < number:
                 _PROBE.view_as(_PROBE)
-        turn.section_start[lane] = _get_sequence_nr()
+        forward.section_start[half] = _get_sequence_nr()
 
 
 _PROBE = torch.zeros((), requires_grad=True)
-# Nodes between two all-reduces of backward. Too few cost overlap, too many time, in the first forward alone.
+# Nodes between two collectives of backward. Too few cost overlap, too many cost time, in the first forward alone.
 _FIRST_GUESS = 128
 
 
 @dataclass
-class _Turn:
-    """One forward of both lanes."""
+class _Forward:
+    """One forward of both halves."""
 
     first_number: int
     gap: int
     go: list[threading.Semaphore] = field(
         default_factory=lambda: [threading.Semaphore(0) for _ in range(HALVES)]
     )
-    lane_of: dict[int, int] = field(default_factory=dict)  # by thread
-    over: list[bool] = field(default_factory=lambda: [False] * HALVES)
+    half_of: dict[int, int] = field(default_factory=dict)  # by thread
+    is_over: list[bool] = field(default_factory=lambda: [False] * HALVES)
     results: list[Any] = field(default_factory=lambda: [None] * HALVES)
     error: BaseException | None = None
     section: list[int] = field(default_factory=lambda: [0] * HALVES)
     section_start: list[int] = field(default_factory=lambda: [0] * HALVES)
     longest: int = 0
-    # When the turn passed on, and what the one whose turn it is had computed before.
-    passed_on_s: float = 0.0
-    busy_before_s: float = 0.0
 
 
 class _Abandoned(Exception):
-    """The other lane failed."""
+    """The other half failed."""
 
 
 class _Worker:
@@ -294,7 +277,7 @@ def _halve(
     kwargs: dict[str, Any],
     count: Callable[[Any, Any, int | None], Tensor],
 ) -> list[dict[str, Any]] | None:
-    """The arguments of each lane; None where the batch cannot be halved."""
+    """The arguments of each half; None where the batch cannot be split."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     batch = given.get("input_ids")
     batch = given.get("inputs_embeds") if batch is None else batch
@@ -316,19 +299,16 @@ def _halve(
     return [{**given, **{name: halves[i] for name, halves in by_row.items()}} for i in range(HALVES)]
 
 
-def _cut_alike(halves: Sequence[dict[str, Any]], tokens: Tokens | None) -> bool:
-    """Are the halves equal, can the tokens of each be dealt out to the ranks, and is no work repeated for it?"""
+def _shard_alike(halves: Sequence[dict[str, Any]], tokens: Tokens | None) -> bool:
+    """Are the halves equal, and can the tokens of each be sharded over the ranks?"""
     if tokens is None:
         return True
     shapes = {tuple(ids.shape) for half in halves if isinstance(ids := half.get("input_ids"), Tensor)}
-    if len(shapes) != 1:
-        return False
-    (shape,) = shapes
-    return tokens.divide(shape) and not tokens.halves_repeat(HALVES * shape[0])
+    return len(shapes) == 1 and all(map(tokens.divide, shapes))
 
 
 def _join(outputs: list[Any]) -> Any:
-    """One output of the lanes' two: rows after rows, and the sum of the losses."""
+    """Join the outputs of the halves: rows after rows, and the sum of the losses."""
     leaves, structure = tree_flatten(outputs[0])
     loss = loss_of(outputs[0])
     joined = []
@@ -340,9 +320,9 @@ def _join(outputs: list[Any]) -> Any:
         elif not isinstance(first, Tensor) and first == second:
             joined.append(first)
         else:
-            what = "a number" if isinstance(first, Tensor) else f"a {type(first).__name__}"
+            what = "a scalar" if isinstance(first, Tensor) else f"a {type(first).__name__}"
             raise UnsupportedError(
-                f"the model's output holds {what} beside its loss, which two halves of a batch cannot be put together "
-                "to; use overlap=Overlap(interleave=False)"
+                f"the model's output holds {what} alongside its loss, which cannot be joined from two half-batches; use "
+                "overlap=Overlap(interleave=False)"
             )
     return tree_unflatten(joined, structure)

@@ -9,8 +9,10 @@ recomputed forward, whose shared state the checkpoint restores, draws the same m
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
@@ -77,3 +79,19 @@ def seed_ranks(grid: Grid, seed: int, step: int = 0, *, replica: int = 0) -> Non
     """
     part = replica * grid.batch_ranks + grid.batch_rank
     torch.manual_seed((seed * _MIX + step * _STEP_MIX + part) % 2**63)
+
+
+def uses_dropout(model: nn.Module) -> bool:
+    """A dropout module, or any module or config that holds a rate; a constant in a function's call is not seen."""
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
+        return True
+    config: Any = getattr(model, "config", None)
+    holders = [vars(m) for m in model.modules()]
+    if hasattr(config, "to_dict"):
+        values = config.to_dict()
+        holders += [values, *(part for part in values.values() if isinstance(part, dict))]
+    return any(
+        "drop" in str(key) and isinstance(value, float) and value > 0
+        for holder in holders
+        for key, value in holder.items()
+    )

@@ -10,7 +10,7 @@ from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.sequence import Tokens, scattered
-from fourfold.weights.api import local_weight
+from fourfold.weights.api import read_weight
 
 
 class Embedding4D(nn.Module):
@@ -47,7 +47,7 @@ class Embedding4D(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         check_range(input_ids, self.num_embeddings, f"an input id of {self.name}")
-        weight = local_weight(self, "weight")
+        weight = read_weight(self, "weight")
         local = input_ids - self._rows.start
         here = (local >= 0) & (local < weight.shape[0])
         out = nn.functional.embedding(torch.where(here, local, 0), weight)

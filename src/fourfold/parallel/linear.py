@@ -1,116 +1,52 @@
 """The algorithm: one linear layer on the grid.
 
-O = I W^T, with I: tokens x in, W: out x in. The input's features are cut over ``in_axis``, the output's over
-``out_axis``; the tokens are cut over data and z.
+O = I W^T, with I: tokens x in, W: out x in. The input's features are sharded over ``in_axis``, the output's over
+``out_axis``; the tokens are sharded over data and z, and where activations are sequence-parallel also over the axis that
+does not shard the features.
 
-    forward    O = I W^T on this rank's block          a part of a sum over in_axis
-               all-reduce O over in_axis, a chunk of the tokens in flight while the next is multiplied
-    backward   dI = dO W                               a part of a sum over out_axis
-               all-reduce dI over out_axis, in flight while
-               dW = dO^T I                             whole: no rank but this one holds the block
+    forward    all-gather I over out_axis              nothing to gather if I is replicated
+               O = I W^T on this rank's block          a part of a sum over in_axis
+               reduce-scatter O over in_axis           all-reduce if O is replicated;
+                                                       a chunk is in flight while the next is multiplied
+    backward   all-gather dO over in_axis
+               dI = dO W                               a part of a sum over out_axis
+               reduce-scatter dI over out_axis         in flight while
+               dW = dO^T I                             complete: no other rank holds the block
 
-`colwise` layers go from y to x, `rowwise` layers from x to y: what leaves the one is what enters the other, so no
-activation ever changes its layout. A layer with an axis of None has that side whole on each rank. Weights on z and
-data are the business of `weights.py`: here the block is complete.
+`colwise` layers go from y to x, `rowwise` layers from x to y: the output layout of the one is the input layout of the
+other, so no activation ever changes its layout. A layer with an axis of None has that side unsharded. Weights on z and
+data are the business of `weights/`: here the block is complete.
 
-Siblings, the linears that read one input (q, k, v; gate, up), are computed together at the first call of one of them
-and cost one all-reduce in each direction, or as many as there are chunks.
+Attention works on complete sequences of some heads. There the second cut, too, is one of features: the outputs of q, k
+and v are scattered by heads, and the output projection gathers heads. Where heads do not divide, each rank of the axis
+has all of them.
 
-Here an activation is replicated over the axis that does not cut its features. Where its tokens are cut over that one,
-each all-reduce becomes a reduce-scatter and an all-gather: `sharded_linear.py`.
+Linears that read one input (q, k, v; gate, up) are one group: they are computed together at the first call of one of
+them, and cost one collective each time. The function itself is in `linear_op.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from fourfold.errors import UnsupportedError
 from fourfold.mesh.axes import Axis
-from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
-from fourfold.mesh.reductions import NO_PARTS, GradientAxes, InFlight, await_gradient, sum_backward
+from fourfold.mesh.reductions import sum_backward
 from fourfold.parallel.dropout import Dropout
-from fourfold.parallel.sequence import Cuts, Tokens
-from fourfold.parallel.sharded_linear import own_biases, own_columns, sharded_linear
-from fourfold.weights.api import summed_weight
+from fourfold.parallel.linear_op import Product, sharded_product
+from fourfold.parallel.sequence import REPLICATED, Cuts, ShapeProxy, Tokens
+from fourfold.weights.api import read_weight
 from fourfold.weights.overlap import Overlap
 
 
-class _LinearFunction(torch.autograd.Function):
-    """Several weights on one input. ``columns[i]`` says in which output, and from which column on, weight i writes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        group: FusedLinearGroup,
-        flight: InFlight,
-        columns: Sequence[tuple[int, int]],
-        widths: Sequence[int],
-        transposed: bool,
-        *weights: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(input, *weights)
-        ctx.group, ctx.flight, ctx.columns, ctx.transposed = group, flight, columns, transposed
-        tokens = input.reshape(-1, input.shape[-1])
-        # One flat buffer for all outputs, so that one all-reduce serves them all without a copy.
-        flat = tokens.new_empty(tokens.shape[0] * sum(widths))
-        outputs = [
-            part.view(tokens.shape[0], -1) for part in flat.split([tokens.shape[0] * w for w in widths])
-        ]
-        for piece, rows_of_output in group.chunks(flat, outputs):
-            for weight, (output, column) in zip(weights, columns, strict=True):
-                rows = rows_of_output.get(output)
-                if rows is not None:
-                    out_by_in = weight.t() if transposed else weight
-                    out = outputs[output][rows].narrow(1, column, out_by_in.shape[0])
-                    torch.mm(tokens[rows], out_by_in.t(), out=out)
-            flight.outputs.append(group.all_reduce(piece, group.in_axis))
-        # `.data`: the outputs share storage but are independent tensors, so that a model may change one in place.
-        return tuple(o.view(*input.shape[:-1], o.shape[-1]).data for o in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        input, *weights = ctx.saved_tensors
-        group: FusedLinearGroup = ctx.group
-        tokens = input.reshape(-1, input.shape[-1])
-        used: list[tuple[int, Tensor, Tensor]] = []
-        for i, (weight, (output, column)) in enumerate(zip(weights, ctx.columns, strict=True)):
-            gradient = gradients[output]
-            if gradient is None:  # an output that nobody used
-                continue
-            width = weight.shape[1 if ctx.transposed else 0]
-            used.append((i, weight, gradient.reshape(tokens.shape[0], -1).narrow(1, column, width)))
-
-        input_gradient: Tensor | None = None
-        if ctx.needs_input_grad[0] and used:
-            for _, weight, gradient in used:
-                out_by_in = weight.t() if ctx.transposed else weight
-                if input_gradient is None:
-                    input_gradient = gradient @ out_by_in
-                else:
-                    input_gradient.addmm_(gradient, out_by_in)
-            assert input_gradient is not None
-            ctx.flight.input_gradient = group.all_reduce(input_gradient, group.out_axis)
-            if not group.overlap.backward:
-                ctx.flight.input_gradient.wait()
-
-        weight_gradients: list[Tensor | None] = [None] * len(weights)
-        for i, _, gradient in used:
-            if ctx.needs_input_grad[6 + i]:
-                weight_gradients[i] = tokens.t() @ gradient if ctx.transposed else gradient.t() @ tokens
-        if input_gradient is not None:
-            input_gradient = input_gradient.view(input.shape)
-        return (input_gradient, None, None, None, None, None, *weight_gradients)
-
-
 class _Ready(threading.local):
-    """Results that wait for their siblings' calls; for each thread, because lanes are threads."""
+    """Results that wait for the calls of the other members; one for each thread, because half-batches run in threads."""
 
     def __init__(self) -> None:
         self.input: Tensor | None = None
@@ -121,8 +57,8 @@ class _Ready(threading.local):
 class FusedLinearGroup:
     """Linears of one module that may read the same input.
 
-    The first call of a member computes all of them; the others then take what is theirs. Who turns out to read
-    another input, in the first forward, leaves the group: the result was right before, and is cheaper after.
+    The first call of a member computes all of them; the others then take their result. A member that reads a different
+    input in the first forward is removed from the group: the result is right either way, and cheaper afterwards.
     """
 
     def __init__(
@@ -137,11 +73,12 @@ class FusedLinearGroup:
         self.tokens = tokens
         self.members: list[Linear4D] = []
         self._mine = _Ready()
+        self._product: Product | None = None
         self.settled = False
 
     def __call__(self, member: Linear4D, input: Tensor) -> Tensor:
         if input.is_inference():
-            # Such a tensor has no version that would tell whether it changed since a sibling read it.
+            # Such a tensor has no version that would tell whether it changed since another member read it.
             return self._compute(input, [member])[0]
         mine = self._mine
         same = mine.input is input and mine.version == input._version
@@ -155,86 +92,97 @@ class FusedLinearGroup:
             if member.group is not self:
                 return member.group(member, input)
         outputs = self._compute(input, self.members)
+        if len(self.members) == 1:
+            return outputs[0]
         mine.results = {id(m): o for m, o in zip(self.members, outputs, strict=True)}
-        mine.input, mine.version = (input, input._version) if len(self.members) > 1 else (None, -1)
-        output = mine.results.pop(id(member))
-        return output
-
-    def names(self) -> str:
-        return "+".join(m.name if i == 0 else m.name.rpartition(".")[2] for i, m in enumerate(self.members))
-
-    def all_reduce(self, tensor: Tensor, axis: Axis | None) -> Pending:
-        return self.grid.collectives.all_reduce(tensor, axis, "activation", module=self.names())
-
-    def chunks(self, flat: Tensor, outputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, dict[int, slice]]]:
-        """Pieces of ``flat``, the memory of all outputs, and the rows of which output each of them is."""
-        count = self.overlap.chunks_of(flat, self.grid.target) if self.grid.size(self.in_axis) > 1 else 1
-        if count == 1:
-            yield flat, {i: slice(None) for i in range(len(outputs))}
-            return
-        for i, output in enumerate(outputs):
-            share = max(1, round(count * output.numel() / flat.numel()))
-            rows = -(-output.shape[0] // share)
-            for start in range(0, output.shape[0], rows):
-                part = slice(start, start + rows)
-                yield output[part], {i: part}
+        mine.input, mine.version = input, input._version
+        return mine.results.pop(id(member))
 
     def settle(self) -> None:
-        """A forward is over. After the first, who was never asked for leaves; after any, nothing is kept."""
+        """A forward is over: drop unused results; after the first, remove members that were never called."""
         mine = self._mine
         if not torch.is_inference_mode_enabled():
             if not self.settled and mine.results:
                 for other in [m for m in self.members if id(m) in mine.results]:
-                    self._leave(other)
+                    self._remove(other)
             self.settled = True
-        mine.results, mine.input = {}, None
+        if mine.results:
+            mine.results, mine.input = {}, None
 
     def _split(self, member: Linear4D) -> None:
-        """``member`` reads another input than the one whose results still wait."""
+        """``member`` reads a different input from the one whose results still wait."""
         mine = self._mine
         if id(member) in mine.results:
-            self._leave(member)
+            self._remove(member)
         else:
-            # It was served from the old input and now asks again: a new pass, in which the waiting never asked.
+            # It was served from the old input and is called again: a new pass, in which the waiting were never called.
             for other in [m for m in self.members if id(m) in mine.results]:
-                self._leave(other)
+                self._remove(other)
 
-    def _leave(self, member: Linear4D) -> None:
+    def _remove(self, member: Linear4D) -> None:
         self.members.remove(member)
+        self._product = None
         self._mine.results.pop(id(member), None)
         alone = FusedLinearGroup(self.grid, self.in_axis, self.out_axis, self.overlap, self.tokens)
         alone.members, alone.settled = [member], True
         member.group = alone
 
     def _compute(self, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
-        if self.tokens is not None:
-            return sharded_linear(self, input, members)
-        columns: list[tuple[int, int]] = []
-        widths: list[int] = []
-        weights: list[Tensor] = []
-        transposed = members[0].transposed
-        for output, member in enumerate(members):
+        if members is not self.members:
+            product = self._product_of(members)
+        elif self._product is None:
+            product = self._product = self._product_of(members)
+        else:
+            product = self._product
+        input = self._own_tokens(input, members[0])
+        weights = []
+        for member in members:
             member.check_input(input)
-            column = 0
-            for weight in member.local("weight"):
-                weights.append(weight)
-                columns.append((output, column))
-                column += weight.shape[1 if transposed else 0]
-            widths.append(column)
-        flight = InFlight()
-        if self.grid.size(self.out_axis) > 1:
-            input = await_gradient(input, flight, self.grid.collectives)
-        outputs = _LinearFunction.apply(input, self, flight, columns, widths, transposed, *weights)  # type: ignore[no-untyped-call]
-        if self.grid.size(self.in_axis) > 1:
-            self.grid.collectives.turns.pass_on()
-        for pending in flight.outputs:
-            pending.wait()
-        flight.outputs.clear()
-        return cast(tuple[Tensor, ...], outputs)
+            weights += member.local("weight")
+        all_tokens = tuple(input.shape[:-1]) if self.tokens is None else self.tokens.shape
+        flat = (*[1] * (input.ndim - 2), -1)
+        shapes = [
+            flat if m.cuts.leave == "tokens" and not (m.is_head and product.in_ranks == 1) else all_tokens
+            for m in members
+        ]
+        return sharded_product(input, product, shapes, weights)
+
+    def _product_of(self, members: Sequence[Linear4D]) -> Product:
+        ends = list(itertools.accumulate(m.weight_count for m in members))
+        return Product(
+            self.grid.collectives,
+            self.in_axis,
+            self.out_axis,
+            members[0].cuts.enter,
+            tuple(m.cuts.leave for m in members),
+            tuple(slice(end - m.weight_count, end) for end, m in zip(ends, members, strict=True)),
+            members[0].transposed,
+            self.overlap,
+            self.grid.target,
+            "+".join(m.name if i == 0 else m.name.rpartition(".")[2] for i, m in enumerate(members)),
+        )
+
+    def _own_tokens(self, input: Tensor, member: Linear4D) -> Tensor:
+        """``input`` with the tokens that this rank should have of it."""
+        if self.tokens is None:
+            return input
+        if isinstance(input, ShapeProxy):
+            return input.own
+        enter = member.cuts.enter
+        if enter == "tokens" and self.out_axis == "x":
+            return self.tokens.own(input, member.name)
+        expected = self.tokens.count(self.out_axis if enter == "tokens" else None)
+        rows = input.shape[:-1].numel()
+        if rows != expected:
+            raise UnsupportedError(
+                f"{member.name} got {rows} tokens instead of the {expected} that it should have of the batch "
+                f"{self.tokens.shape}, so the module before it does not work token by token; use activations='replicated'"
+            )
+        return input
 
 
 class Linear4D(nn.Module):
-    """A linear layer whose weight is a block on the grid; takes the place of `nn.Linear` or of GPT-2's `Conv1D`.
+    """A linear layer whose weight is a block on the grid; replaces `nn.Linear` and GPT-2's `Conv1D`.
 
     A packed projection holds one weight for each of its segments (`weight_0`, `weight_1`, ...), side by side in its
     output, so that each rank gets its share of q, of k and of v.
@@ -252,12 +200,11 @@ class Linear4D(nn.Module):
         kept_rows: slice | None = None,
         shared_columns: int = 0,
         dropout: Dropout | None = None,
-        cuts: Cuts | None = None,
+        cuts: Cuts = REPLICATED,
         head: bool = False,
     ) -> None:
         super().__init__()
         self.name, self.group, self.transposed = name, group, transposed
-        # Where activations are cut by their tokens: how they come and leave.
         self.cuts, self.is_head = cuts, head
         self.in_features, self.out_features = in_features, out_features
         # Replicated key/value heads: all rows are here, this rank works with these.
@@ -269,61 +216,69 @@ class Linear4D(nn.Module):
             self.register_parameter(key, parameter)
         self._weights = [key for key in parameters if key.startswith("weight")]
         self._biases = [key for key in parameters if key.startswith("bias")]
+        self.weight_count = len(self._weights)
+        parts = group.grid.size(group.in_axis)
+        if cuts.enter == "features":
+            parts *= group.grid.size(group.out_axis)
+        self._expected_features = in_features // parts
         group.members.append(self)
 
-    def local(self, kind: str, axes: GradientAxes = NO_PARTS) -> list[Tensor]:
+    def local(self, kind: str, axes: tuple[Axis, ...] = ()) -> list[Tensor]:
         """This rank's blocks of the weights, or of the biases; their gradients are summed over ``axes``."""
         if self._kept_rows is not None:
-            # Each x rank uses, and has the gradient of, other rows of the same replicated weight.
-            axes = replace(axes, parts=(*axes.parts, "x"))
+            # Each x rank uses, and has the gradient of, different rows of the same replicated weight.
+            axes = (*axes, "x")
         blocks = []
         for key in self._weights if kind == "weight" else self._biases:
-            block = summed_weight(self, key, axes, self.group.grid, self.name, by_sibling=True)
+            block = read_weight(self, key, axes, by_sibling=True)
             blocks.append(block if self._kept_rows is None else block[self._kept_rows])
         return blocks
 
-    def cuts_now(self) -> Cuts:
-        """How activations come and leave, for the batch that is in the model."""
-        assert self.cuts is not None
-        assert self.group.tokens is not None
-        return self.group.tokens.now(self.cuts)
-
     def check_input(self, input: Tensor) -> None:
+        if input.shape[-1] == self._expected_features:
+            return
         group = self.group
-        parts = group.grid.size(group.in_axis)
-        over = f"{group.in_axis}={parts}"
-        if self.cuts is not None and self.cuts.enter == "features":
-            parts *= group.grid.size(group.out_axis)
+        over = f"{group.in_axis}={group.grid.size(group.in_axis)}"
+        if self.cuts.enter == "features":
             over += f" and {group.out_axis}={group.grid.size(group.out_axis)}"
-        expected = self.in_features // parts
-        if input.shape[-1] != expected:
-            raise ValueError(
-                f"{self.name} expects {expected} input features on each rank (its {self.in_features} over "
-                f"{over}), got {input.shape[-1]}: what feeds it does not keep "
-                f"the layout of its role; give that module a role, or use {group.in_axis}=1"
-            )
+        raise ValueError(
+            f"{self.name} expects {self._expected_features} input features on each rank (its {self.in_features} over "
+            f"{over}), got {input.shape[-1]}: the module before it does not keep the layout of its role; give that module "
+            f"a role, or use {group.in_axis}=1"
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         if self._dropout is not None:
             self._dropout.leave()
-        output = self.group(self, input)
-        cuts = None if self.cuts is None else self.cuts_now()
+        group, cuts = self.group, self.cuts
+        output = group(self, input)
         if self._biases:
-            biases = self.local("bias") if cuts is None else own_biases(self, cuts)
+            biases = self._own_biases()
             output = output + (biases[0] if len(biases) == 1 else torch.cat(biases))
         if self._shared_columns:
             own, shared = output.split(
                 [output.shape[-1] - self._shared_columns, self._shared_columns], dim=-1
             )
-            shared = sum_backward(shared, self.group.grid.collectives, "x", "activation", self.name)
+            shared = sum_backward(shared, group.grid.collectives, "x", "activation", self.name)
             output = torch.cat([own, shared], dim=-1)
-        if cuts is not None:
-            output = own_columns(self, cuts, output)
+        if cuts.used_columns is not None:
+            output = sum_backward(output, group.grid.collectives, group.in_axis, "shared", self.name)
+            output = output[..., cuts.used_columns]
         if self._dropout is not None:
-            # Heads are other ones on each y rank also where their keys and values are not.
-            cut_twice = cuts is not None and (cuts.leave != "whole" or cuts.used_columns is not None)
-            self._dropout.enter(self.group.out_axis, self.group.in_axis if cut_twice else None)
+            # Heads differ between y ranks also where their keys and values do not.
+            cut_twice = cuts.leave != "whole" or cuts.used_columns is not None
+            self._dropout.enter(group.out_axis, group.in_axis if cut_twice else None)
         return output
+
+    def _own_biases(self) -> list[Tensor]:
+        """Each rank of ``in_axis`` adds them to different tokens, or adds a part of them to its own features."""
+        grid, axis = self.group.grid, self.group.in_axis
+        if axis is None or self.cuts.leave == "whole":
+            return self.local("bias")
+        biases = self.local("bias", (axis,))
+        if self.cuts.leave == "features":
+            biases = [b.chunk(grid.size(axis))[grid.coordinate(axis)] for b in biases]
+        return biases
 
     def extra_repr(self) -> str:
         axes = f"{self.group.in_axis} -> {self.group.out_axis}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,45 +13,47 @@ from torch.distributed.tensor import DTensor
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES
 from fourfold.hf.families import Family
+from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
-from fourfold.mesh.reductions import GradientAxes, sum_backward
+from fourfold.mesh.reductions import sum_backward
 from fourfold.parallel.wrap import Inside
-from fourfold.weights.api import summed_weight
+from fourfold.weights.api import read_weight
 
 
 def show_local_parameters(
-    module: nn.Module,
-    gradient_sum: Mapping[str, Callable[[], GradientAxes]],
-    grid: Grid,
-    inside: Inside,
-    name: str,
+    module: nn.Module, gradient_axes: Mapping[str, tuple[Axis, ...]], inside: Inside
 ) -> None:
     """Let the model's own code read plain local tensors where the module's parameters are DTensors.
 
-    ``gradient_sum`` names its parameters and, for those that other ranks use for other heads or tokens, the axes over
-    which their gradients are parts of a sum.
+    ``gradient_axes`` names its parameters and, for those that other ranks use for other heads or tokens, the axes over
+    which their gradients are summed.
     """
+    module.__dict__["_local_view"] = (inside, dict(gradient_axes))
+    module.__class__ = _with_local_view(type(module), tuple(gradient_axes))  # type: ignore[arg-type]
 
-    cls = type(module)
 
-    def reader(key: str, axes: Callable[[], GradientAxes]) -> property:
+@functools.cache
+def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass, one for all modules of a class: `nn.Module` looks into `_parameters` only where the class has no such name."""
+
+    def reader(key: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
+            inside, gradient_axes = self.__dict__["_local_view"]
             parameter = self._parameters[key]
             # Outside forward (FSDP2, the optimizer, a state dict) the parameter is what it is.
             if not isinstance(parameter, DTensor) or not inside:
                 return parameter
-            return summed_weight(self, key, axes(), grid, name)
+            return read_weight(self, key, gradient_axes[key])
 
         return property(read)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inside, _ = self.__dict__["_local_view"]
         with inside.entered():  # also where a user calls the module by itself
             return cls.forward(self, *args, **kwargs)
 
-    members: dict[str, Any] = {key: reader(key, axes) for key, axes in gradient_sum.items()}
-    members |= {"forward": forward, "__module__": cls.__module__}
-    # A subclass for this instance alone: `nn.Module` looks into `_parameters` only where the class has no such name.
-    module.__class__ = type(cls.__name__, (cls,), members)
+    members = {key: reader(key) for key in keys}
+    return type(cls.__name__, (cls,), {**members, "forward": forward, "__module__": cls.__module__})
 
 
 def show_local_heads(

@@ -5,16 +5,14 @@ Normalising each shard by its own statistics would be cheaper, and a different m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from fourfold.hf.norm_formula import Formula
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
-from fourfold.mesh.reductions import GradientAxes, sum_both
+from fourfold.mesh.reductions import sum_both
 from fourfold.parallel.sequence import Tokens
-from fourfold.weights.api import summed_weight
+from fourfold.weights.api import read_weight
 
 
 class Norm4D(nn.Module):
@@ -30,7 +28,7 @@ class Norm4D(nn.Module):
         grid: Grid,
         axis: Axis,
         *,
-        gradient_axes: Callable[[], GradientAxes] = GradientAxes,
+        gradient_axes: tuple[Axis, ...] = (),
         tokens: Tokens | None = None,
     ) -> None:
         super().__init__()
@@ -55,7 +53,7 @@ class Norm4D(nn.Module):
         return out if self._tokens is None else self._tokens.placed(out)
 
     def _local(self, key: str) -> Tensor:
-        return summed_weight(self, key, self._gradient_axes(), self.grid, self.name)
+        return read_weight(self, key, self._gradient_axes)
 
     def _total(self, part: Tensor) -> Tensor:
         return sum_both(part, self.grid.collectives, self.axis, "norm", self.name)

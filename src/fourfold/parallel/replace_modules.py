@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -12,18 +10,16 @@ from transformers.pytorch_utils import Conv1D
 
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import idle_towers, linear_shape
-from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.parameter_layout import Layout, describe
 from fourfold.hf.roles import Role, family_of, matches
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
-from fourfold.mesh.reductions import GradientAxes
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.embedding import Embedding4D
 from fourfold.parallel.linear import FusedLinearGroup, Linear4D
 from fourfold.parallel.local_views import cut_output, forbid, show_local_heads, show_local_parameters
 from fourfold.parallel.norm import Norm4D
-from fourfold.parallel.report import describe
-from fourfold.parallel.sequence import show_whole_shape
+from fourfold.parallel.sequence import REPLICATED, show_whole_shape
 from fourfold.parallel.sequence_roles import SequenceRoles, head_parts
 from fourfold.parallel.wrap import Inside
 from fourfold.weights.overlap import Overlap
@@ -96,10 +92,7 @@ class _Swap:
         self._heads(roles)
         if self.sequence_roles is not None:
             for name in sorted(self.sequence_roles.attention):
-                by_samples = name in self.sequence_roles.by_samples
-                show_whole_shape(
-                    self.model.get_submodule(name), name, self.sequence_roles.tokens, by_samples=by_samples
-                )
+                show_whole_shape(self.model.get_submodule(name), name, self.sequence_roles.tokens)
             self.out.notes += self.sequence_roles.notes
         for name, module in self.model.named_modules():
             if self.grid.y > 1 and any(matches(pattern, name) for pattern in self.family.cut_outputs):
@@ -155,7 +148,7 @@ class _Swap:
             shared_columns=shared_columns,
             # Behind the head there is only the loss.
             dropout=None if role.head else self.dropout,
-            cuts=self.sequence_roles.cuts[role.name] if self.sequence_roles else None,
+            cuts=self.sequence_roles.cuts[role.name] if self.sequence_roles else REPLICATED,
             head=role.head,
         )
 
@@ -212,17 +205,15 @@ class _Swap:
             tokens=self.tokens if outside else None,
         )
 
-    def _gradient_axes(self, role: Role) -> Callable[[], GradientAxes]:
+    def _gradient_axes(self, role: Role) -> tuple[Axis, ...]:
         """Over which axes the ranks' gradients of a parameter are parts of a sum."""
         if self.sequence_roles is not None:
             return self.sequence_roles.gradient_axes[role.name]
-        return functools.partial(
-            GradientAxes, ("x",) if role.word == "replicated_with_grad_allreduce" else ()
-        )
+        return ("x",) if role.word == "replicated_with_grad_allreduce" else ()
 
     def _keep(self, role: Role, module: nn.Module, keys: list[str]) -> None:
         """The module stays what it is and sees its rank's part of these parameters."""
-        summed: dict[str, Callable[[], GradientAxes]] = {}
+        summed: dict[str, tuple[Axis, ...]] = {}
         prefix = role.name if self._find(role.name)[1] is None else role.name.rpartition(".")[0]
         for key in keys:
             source = module._parameters[key]
@@ -236,7 +227,7 @@ class _Swap:
             name = f"{prefix}.{key}" if prefix else key
             layout = Layout.whole(name, source, cuts)
             module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
-        show_local_parameters(module, summed, self.grid, self.inside, role.name)
+        show_local_parameters(module, summed, self.inside)
 
     def _heads(self, roles: list[Role]) -> None:
         """Attention modules learn how many heads are theirs."""

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console
 from rich.table import Table
 
-from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.parameter_layout import Layout, describe
+from fourfold.hf.roles import Role
 from fourfold.mesh.grid import Grid
-from fourfold.parallel.sequence import Activations
+from fourfold.parallel.options import Activations, Options
+from fourfold.parallel.replace_modules import Replaced
+from fourfold.weights.api import Weights
+from fourfold.weights.overlap import OF_STREAMED_WEIGHTS, OF_TOKEN_SHARDED
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What was chosen for a model, and why."""
+
+    weights: Weights
+    why_weights: str
+    activations: Activations
+    why_activations: str
+    # Why a batch goes through in one piece; None if its halves alternate.
+    why_unsplit: str | None
 
 
 @dataclass(frozen=True)
@@ -35,11 +51,11 @@ class Report:
     notes: tuple[str, ...]
     # Every parameter by its name in the parallel model, and where it comes from.
     layouts: Mapping[str, Layout] = field(repr=False)
-    interleaved: bool = False  # the halves of a batch take turns
+    interleaved: bool = False  # two half-batches alternate
     activations: Activations = "replicated"
 
     def local_parameters(self) -> int:
-        """Numbers that this rank stores."""
+        """How many parameters this rank stores."""
         total = 0
         for layout in self.layouts.values():
             size = 1
@@ -47,6 +63,14 @@ class Report:
                 size *= piece.stop - piece.start
             total += size
         return total
+
+    def with_unused(self, unused: set[str]) -> Report:
+        """With a note of the tensors of a checkpoint that the model does not have."""
+        if not unused:
+            return self
+        some = ", ".join(sorted(unused)[:3]) + (", ..." if len(unused) > 3 else "")
+        note = f"{len(unused)} tensors of the checkpoint are not in the model: {some}"
+        return replace(self, notes=(*self.notes, note))
 
     def __str__(self) -> str:
         groups: dict[tuple[str, str, str, str], int] = {}
@@ -66,12 +90,37 @@ class Report:
         return out.getvalue()
 
 
-def describe(layouts: list[Layout]) -> str:
-    """Where the parameters of a module are, in words."""
-    parts = []
-    for layout in layouts:
-        cuts = ", ".join(
-            f"dim {dim} on {axis}" for axis, dim in sorted(layout.cuts.items(), key=lambda c: c[1])
-        )
-        parts.append(f"{'x'.join(map(str, layout.shape))}: {cuts or 'replicated on y, x'}")
-    return "; ".join(dict.fromkeys(parts))
+def compose_report(
+    model_name: str,
+    grid: Grid,
+    roles: Sequence[Role],
+    replaced: Replaced,
+    options: Options,
+    decisions: Decisions,
+    caches: int,
+    blocks: int,
+    has_dropout: bool,
+) -> Report:
+    """What became of each module, and a note for each decision and for each option without effect."""
+    rows = tuple(
+        Row(role.name, role.word, describe(replaced.by_module.get(role.name, [])), role.why) for role in roles
+    )
+    notes = list(replaced.notes)
+    if caches:
+        notes.append("config.use_cache set to False: training keeps no key/value cache")
+    notes.append(
+        f"weights: {decisions.weights} ({decisions.why_weights}) over z={grid.z}, gradients summed over data={grid.data}, "
+        f"{options.precision}"
+    )
+    notes.append(f"activation checkpointing: {options.activation_checkpointing}, {blocks} blocks")
+    notes.append(f"activations: {decisions.activations} ({decisions.why_activations})")
+    if decisions.weights != "streamed" and (idle := options.overlap.without_effect(OF_STREAMED_WEIGHTS)):
+        notes.append(f"{idle} with {decisions.weights} weights; use weights='streamed'")
+    if decisions.activations == "replicated" and (idle := options.overlap.without_effect(OF_TOKEN_SHARDED)):
+        notes.append(f"{idle} with replicated activations; leave it out")
+    is_split = decisions.why_unsplit is None
+    halves = "two half-batches alternate" if is_split else f"off ({decisions.why_unsplit})"
+    notes.append(f"batch-split overlap: {halves}")
+    if has_dropout:
+        notes.append("dropout: equal where activations are replicated, independent where they are sharded")
+    return Report(model_name, grid, rows, tuple(notes), replaced.layouts, is_split, decisions.activations)

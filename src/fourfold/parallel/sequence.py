@@ -16,8 +16,8 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,28 +27,21 @@ from fourfold.errors import UnsupportedError, line_of_model
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives
 from fourfold.mesh.grid import Grid
-from fourfold.mesh.reductions import GradientAxes
-
-# How they are cut; and what is asked for: "auto" cuts them by their tokens too, where the model's code allows it.
-Activations = Literal["replicated", "token-sharded"]
-ActivationsWanted = Literal["auto", "replicated", "token-sharded"]
-
-
-# What the second axis cuts of an activation; the first one cuts its features.
-Cut = Literal["tokens", "features", "whole"]
+from fourfold.parallel.linear_op import Cut
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """How a linear's input comes over ``out_axis``, and its output leaves over ``in_axis``."""
+    """How a linear's input is cut over ``out_axis``, and its output over ``in_axis``."""
 
     enter: Cut
     leave: Cut
-    # Key/value heads of which several ranks of ``in_axis`` use one: the columns that this rank uses of a whole output.
+    # Key/value heads of which several ranks of ``in_axis`` use one: the columns that this rank uses of a complete output.
     used_columns: slice | None = None
     kv_heads: int = 0
-    # Of an attention that works on the samples of its y rank, if those divide, and else on all, on each of them.
-    by_samples: bool = False
+
+
+REPLICATED = Cuts("whole", "whole")
 
 
 class Tokens:
@@ -56,8 +49,6 @@ class Tokens:
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        # Does an attention work on the samples of its y rank, where those divide?
-        self.cuts_samples = False
         # By thread: the halves of an interleaved batch are in the model at the same time.
         self._mine = threading.local()
 
@@ -96,19 +87,6 @@ class Tokens:
             )
         return shape
 
-    @property
-    def by_samples(self) -> bool:
-        """Does each y rank have whole sequences, so that attention can work on them?"""
-        return self.shape[0] % self.grid.y == 0
-
-    def halves_repeat(self, sequences: int) -> bool:
-        """Would each y rank do the work of all in the halves of a batch, and a part of it in the batch in one piece?"""
-        return self.cuts_samples and sequences % self.grid.y == 0 != sequences // 2 % self.grid.y
-
-    def now(self, cuts: Cuts) -> Cuts:
-        """How a linear cuts this batch."""
-        return replace(cuts, enter="tokens", leave="tokens") if cuts.by_samples and self.by_samples else cuts
-
     @contextmanager
     def of(self, shape: tuple[int, ...] | None) -> Iterator[None]:
         """A forward begins, of a batch that is not known yet; or a block computes again for an earlier one."""
@@ -146,18 +124,6 @@ class Tokens:
         return cast(Tensor, _Placed.apply(own, (*self.shape, own.shape[-1]), first))  # type: ignore[no-untyped-call]
 
 
-class SummedBySamples:
-    """Axes over which a parameter's gradient is a sum: these, and y for a batch whose samples attention cuts over it."""
-
-    def __init__(self, axes: tuple[Axis, ...], tokens: Tokens) -> None:
-        self._axes, self._tokens = axes, tokens
-
-    def __call__(self) -> GradientAxes:
-        if self._tokens.by_samples:
-            return GradientAxes(parts=(*self._axes, "y"))
-        return GradientAxes(self._axes, whole=("y",))
-
-
 class _Placed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, shape: tuple[int, ...], first: int) -> Tensor:
@@ -183,7 +149,8 @@ class _Scattered(torch.autograd.Function):
         parts = parts.contiguous()
         own = parts.new_empty(1, parts.shape[:-1].numel() // collectives.size("x"), parts.shape[-1])
         pending = collectives.reduce_scatter(own, parts, "x", "activation", module=module)
-        collectives.turns.pass_on()
+        if collectives.interleaving is not None:
+            collectives.interleaving.switch()
         pending.wait()
         return own
 
@@ -233,63 +200,20 @@ class ShapeProxy(Tensor):
         return f"StandIn({tuple(self.shape)} of {self.module})"
 
 
-def show_whole_shape(module: nn.Module, name: str, tokens: Tokens, *, by_samples: bool) -> None:
-    """Let an attention see the whole shape of its input, the hidden states, where it gets its rank's own tokens.
-
-    With ``by_samples`` that of its y rank's samples, if those divide, and these samples' masks and positions alone.
-    """
+def show_whole_shape(module: nn.Module, name: str, tokens: Tokens) -> None:
+    """Let an attention see the shape of the complete hidden states, where it gets its rank's own tokens."""
 
     def show(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(own, Tensor):
             raise UnsupportedError(
-                f"{name} is called without hidden_states, so which of its arguments is cut by its tokens is not known; use "
-                "activations='replicated'"
+                f"{name} is called without hidden_states, so it is not known which of its arguments is sharded by tokens; "
+                "use activations='replicated'"
             )
-        samples, length = tokens.shape
-        others = dict(kwargs)
-        if by_samples and tokens.by_samples:
-            for key, value in kwargs.items():
-                others[key] = _own_samples(value, key, name, tokens)
-            for place, value in enumerate(args[1:], 1):
-                _refuse_samples(value, f"argument {place}", name, samples)
-            samples //= tokens.grid.y
-        whole = ShapeProxy(tokens.own(own, name), (samples, length, own.shape[-1]), name)
+        proxy = ShapeProxy(tokens.own(own, name), (*tokens.shape, own.shape[-1]), name)
         if args:
-            return (whole, *args[1:]), others
-        return args, {**others, "hidden_states": whole}
+            return (proxy, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": proxy}
 
-    # First: others read the shape of the batch from what they are given.
+    # First: other hooks read the shape of the batch from what they are given.
     module.register_forward_pre_hook(show, with_kwargs=True, prepend=True)
-
-
-_BY_SAMPLES = ("attention_mask", "position_embeddings", "position_ids")
-
-
-def _own_samples(value: Any, key: str, name: str, tokens: Tokens) -> Any:
-    """An argument of attention for the samples of this y rank."""
-    if isinstance(value, tuple):
-        return tuple(_own_samples(v, key, name, tokens) for v in value)
-    if key == "hidden_states" or value is None:
-        return value
-    if not isinstance(value, Tensor):
-        if key in _BY_SAMPLES:
-            raise UnsupportedError(
-                f"{name} is to work on some of the {tokens.shape[0]} samples, and its {key} is a {type(value).__name__}, of which "
-                f"their part cannot be taken; use attn_implementation='sdpa', or activations='replicated'"
-            )
-        return value
-    if key not in _BY_SAMPLES:
-        _refuse_samples(value, key, name, tokens.shape[0])
-        return value
-    # One for all samples, or one for each.
-    cut = value.ndim > 1 and value.shape[0] == tokens.shape[0]
-    return value.chunk(tokens.grid.y)[tokens.grid.coordinate("y")] if cut else value
-
-
-def _refuse_samples(value: Any, key: str, name: str, samples: int) -> None:
-    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] == samples:
-        raise UnsupportedError(
-            f"{name} is to work on some of the {samples} samples, and whether its {key} of shape {tuple(value.shape)} has a part "
-            "for each of them is not known; use activations='replicated'"
-        )

@@ -1,17 +1,16 @@
 """What each module does where activations are cut over both tensor axes, and what stands in the way of it.
 
 Outside attention all work between linears is done token by token, so that a linear may leave any part of the tokens on
-a rank. Attention needs whole sequences; it works on 1/(x*y) of the heads, or, where those do not divide, on 1/x of the heads
-and 1/y of the samples; and where these do not divide either, on all of them on each y rank. The report says which.
+a rank. Attention needs complete sequences; it works on 1/(x*y) of the heads or, where those do not divide, on 1/x of the
+heads on each y rank. The report says which.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,14 +18,12 @@ from torch import nn
 
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import Anatomy, linear_shape
-from fourfold.hf.roles import SEPARATE_KV, Role, family_of
+from fourfold.hf.roles import SEPARATE_KV, Role
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
-from fourfold.mesh.reductions import GradientAxes
-from fourfold.parallel.sequence import Cuts, SummedBySamples, Tokens
+from fourfold.parallel.options import ActivationsWanted
+from fourfold.parallel.sequence import Cuts, Tokens
 
-# Words for parameters inside attention that are the same on all y ranks.
-_WHOLE_ON_Y = {"norm_x", "heads", "replicated_with_grad_allreduce"}
 _NOT_BY_TOKENS = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
 
 
@@ -38,16 +35,34 @@ class SequenceRoles:
     # Linears by name.
     cuts: dict[str, Cuts] = field(default_factory=dict)
     # Over which axes the gradient of a parameter is a sum of the ranks' parts, by the module or parameter of its role.
-    gradient_axes: dict[str, Callable[[], GradientAxes]] = field(default_factory=dict)
-    # Attention modules whose heads are cut over y as well.
+    gradient_axes: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
+    # Attention modules whose heads are sharded over y as well.
     by_heads: set[str] = field(default_factory=set)
-    # And those whose samples are, in a batch where they divide.
-    by_samples: set[str] = field(default_factory=set)
     attention: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
 
-def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> SequenceRoles:
+def choose_activations(
+    model: nn.Module, roles: Sequence[Role], grid: Grid, wanted: ActivationsWanted
+) -> tuple[SequenceRoles | None, str]:
+    """What each module does where tokens are sharded over x and y, or None if activations are replicated; and why."""
+    if grid.x * grid.y == 1:
+        return None, "x = y = 1: nothing to shard"
+    if wanted == "replicated":
+        return None, f"asked for: tokens are on each of x={grid.x} or of y={grid.y} ranks"
+    try:
+        found = shard_activations(model, roles, grid)
+    except UnsupportedError as reason:
+        if wanted == "token-sharded":
+            raise
+        return None, str(reason)
+    return (
+        found,
+        f"tokens sharded over x={grid.x} and y={grid.y}; each rank has the logits of 1/{grid.y} of them",
+    )
+
+
+def shard_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> SequenceRoles:
     """Raises `UnsupportedError` where activations cannot be cut by their tokens."""
     name = type(model).__name__
     config = getattr(model, "config", None)
@@ -98,28 +113,14 @@ def cut_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Sequ
             out.by_heads.add(parent)
         else:
             whole[why] = whole.get(why, 0) + 1
-    # Arguments with a part for each head, such as slopes, have one for each sample and head.
-    samples_too = not family_of(model).head_arguments
-    if samples_too:
-        out.by_samples = out.attention - out.by_heads
-        out.tokens.cuts_samples = bool(out.by_samples)
-    cut = (
-        f"over y={grid.y} by samples, where those divide"
-        if samples_too
-        else f"on each of the {grid.y} y ranks"
-    )
     out.notes += [
-        f"attention's core is computed {cut}: {why} ({count} modules)" for why, count in whole.items()
+        f"attention's core is computed on each of the {grid.y} y ranks: {why} ({count} modules)"
+        for why, count in whole.items()
     ]
     for role in roles:
         if role.in_axis is not None:
             out.cuts[role.name] = _cuts(role, anatomy, out, grid)
-        axes = tuple(a for a in _gradient_axes(role, out) if grid.size(a) > 1)
-        # Of those inside attention that y does not cut; with other samples each y rank has a part of their gradient.
-        by_samples = _inside(role, out.by_samples) and role.word in _WHOLE_ON_Y
-        out.gradient_axes[role.name] = (
-            SummedBySamples(axes, out.tokens) if by_samples else functools.partial(GradientAxes, axes)
-        )
+        out.gradient_axes[role.name] = tuple(a for a in _gradient_axes(role, out) if grid.size(a) > 1)
     return out
 
 
@@ -179,9 +180,9 @@ def _cuts(role: Role, anatomy: Anatomy, out: SequenceRoles, grid: Grid) -> Cuts:
         return Cuts("tokens", "tokens")
     by_heads = parent in out.by_heads
     if role.out_axis == "y":
-        return Cuts("features" if by_heads else "whole", "tokens", by_samples=parent in out.by_samples)
+        return Cuts("features" if by_heads else "whole", "tokens")
     if not by_heads:
-        return Cuts("tokens", "whole", by_samples=parent in out.by_samples)
+        return Cuts("tokens", "whole")
     heads, kv_heads = anatomy.heads(role.name)
     assert heads
     kv_heads = kv_heads or heads

@@ -123,3 +123,14 @@ def _with_own_tokens(
         return of_batch(*arguments, **kwargs)
 
     return enter
+
+
+def disable_caches(model: nn.Module) -> int:
+    """Keep no key/value cache in training; returns how many configurations asked for one.
+
+    The part of a multimodal model that reads text has a configuration of its own.
+    """
+    caching = [m.config for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", None)]
+    for config in caching:
+        config.use_cache = False  # type: ignore[union-attr]
+    return len(caching)

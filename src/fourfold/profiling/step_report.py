@@ -13,24 +13,21 @@ from typing import Any
 from torch import nn
 
 from fourfold.mesh.axes import AXES, Axis
-from fourfold.mesh.clock import clock_of
 from fourfold.mesh.collectives import Entry
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.linear import Linear4D
-from fourfold.weights.api import is_streamed
+from fourfold.weights.api import backend_of
 
 
 @dataclass
 class StepReport:
     """The seconds of one rank in one step; filled in when the step is over.
 
-    On CPU ``compute_s`` is what the kernel says that the thread was busy, or would have been with a core of its own: it
-    is measured for itself, so what remains of the step, `other_s`, is waiting that nobody accounted for. On CUDA it is
-    the time that the stream which computes did not wait; there the waits of FSDP2 are its own and count as computation.
+    ``compute_s`` is the time in which this rank, on CUDA the stream that computes, did not wait for a collective. On CUDA
+    the waits of FSDP2 are its own and count as computation.
     """
 
     step_s: float = 0.0
-    compute_s: float = 0.0
     entries: list[Entry] = field(default_factory=list)
 
     def exposed_s(self, axis: Axis | None = None) -> float:
@@ -38,13 +35,13 @@ class StepReport:
         return sum(e.exposed_s for e in self.entries if axis is None or e.axis == axis)
 
     @property
-    def other_s(self) -> float:
-        return self.step_s - self.compute_s - self.exposed_s()
+    def compute_s(self) -> float:
+        return self.step_s - self.exposed_s()
 
     def __str__(self) -> str:
         lines = [f"step {self.step_s:.4f} s = compute {self.compute_s:.4f}"]
         lines += [f"{axis} {self.exposed_s(axis):.4f}" for axis in AXES if self.exposed_s(axis)]
-        return " + ".join([*lines, f"other {self.other_s:.4f}"])
+        return " + ".join(lines)
 
 
 @contextmanager
@@ -58,22 +55,21 @@ def measure_step(grid: Grid) -> Iterator[StepReport]:
         True
     """
     report = StepReport()
-    clock = clock_of(grid.device.type)
-    with grid.collectives.counting() as entries, grid.collectives.computing() as computing_s:
+    clock = grid.collectives.clock
+    with grid.collectives.counting() as entries:
         start = clock.mark()
         yield report
         end = clock.mark()
     report.entries = entries
     report.step_s = clock.elapsed_s(start, end)
-    # A host that only starts kernels is not what computes.
-    report.compute_s = computing_s[0] if clock.immediate else report.step_s - report.exposed_s()
 
 
 def describe_layout(
     model: nn.Module, grid: Grid, micro_batches: int, activation_checkpointing: str, keep_bytes: int
 ) -> dict[str, Any]:
     """The layout that ran, as the planner's `Layout` takes it; only streamed weights can be kept."""
-    streamed = is_streamed(model)
+    backend = backend_of(model)
+    streamed = backend is not None and backend.name == "streamed"
     return {
         **{axis: grid.size(axis) for axis in AXES},
         "micro_batches": micro_batches,
@@ -86,7 +82,7 @@ def describe_layout(
 
 def _describe_activations(model: nn.Module) -> dict[str, Any]:
     """As any linear has them that is cut by tokens."""
-    cut = next((m for m in model.modules() if isinstance(m, Linear4D) and m.cuts is not None), None)
+    cut = next((m for m in model.modules() if isinstance(m, Linear4D) and m.group.tokens is not None), None)
     if cut is None:
         return {"activations": "replicated", "keep_inputs": True}
     return {"activations": "token-sharded", "keep_inputs": cut.group.overlap.keep_inputs}

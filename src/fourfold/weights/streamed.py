@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
-from fourfold.mesh.reductions import NO_PARTS, GradientAxes
+from fourfold.weights.api import set_backend
 from fourfold.weights.overlap import Overlap
 from fourfold.weights.streamed_weight import StreamedWeight, largest_block_bytes, shard_parameters
 
 
 class StreamedWeights:
-    """All weights of a model, and who is in flight."""
+    """All weights of a model, and what is in flight."""
+
+    name: Literal["streamed"] = "streamed"
 
     def __init__(
         self,
@@ -46,10 +48,10 @@ class StreamedWeights:
         blocks: Sequence[nn.Module],
         dtype: torch.dtype,
         overlap: Overlap,
-        lanes: Callable[[], int],
+        half_batches: Callable[[], int],
     ) -> None:
         self._grid, self._collectives = grid, grid.collectives
-        self._overlap, self._lanes = overlap, lanes
+        self._overlap, self._half_batches = overlap, half_batches
         self._weights = shard_parameters(model, grid, blocks, dtype, overlap.bundle_bytes)
         self._by_place = {place: w for w in self._weights for place in w.places}
         self._small = [w for w in self._weights if w.is_small and not w.is_alias]
@@ -78,8 +80,7 @@ class StreamedWeights:
         for weight in self._weights:
             weight.on_gradient = self._take_gradient
         for module in {module: None for module, _ in self._by_place}:
-            # What reads parameters finds its way here; not a submodule, so that no tree of modules shows it.
-            module.__dict__["_streamed"] = self
+            set_backend(module, self)
             held = [
                 self._by_place[module, key] for key in module._parameters if (module, key) in self._by_place
             ]
@@ -87,6 +88,7 @@ class StreamedWeights:
             if streamed:
                 module.register_forward_pre_hook(self._before_module)
                 module.register_forward_hook(self._after_module(module, streamed), always_call=True)
+        set_backend(model, self)
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward, always_call=True)
         if dtype != torch.float32:
@@ -95,18 +97,7 @@ class StreamedWeights:
 
     # -- what a model reads -----------------------------------------------------------------------------------------
 
-    def read(
-        self,
-        module: nn.Module,
-        key: str,
-        *,
-        by_sibling: bool = False,
-        axes: GradientAxes = NO_PARTS,
-    ) -> Tensor:
-        """This rank's block of a parameter, whole over z, for the work of this moment.
-
-        The gradients of several ranks are parts of a sum over ``axes``.
-        """
+    def read(self, module: nn.Module, key: str, axes: tuple[Axis, ...], by_sibling: bool) -> Tensor:
         weight = self._by_place[module, key]
         if not weight.is_alias:
             if weight.is_small:
@@ -116,14 +107,7 @@ class StreamedWeights:
                 # Who reads another module's weight has no hook that asks for it in backward: it has to stay.
                 weight.is_read_elsewhere |= not by_sibling and not self._entered[module]
         weight.set_sum_over(axes)
-        block = weight.block()
-        if axes.whole and block.requires_grad and torch.is_grad_enabled():
-            # All of the gradient comes from the first rank of the axis: what is added up is parts of a sum. A view on that one,
-            # too: gradients have to be complete in the same order on all ranks.
-            block = block.view_as(block)
-            if any(self._grid.coordinate(axis) for axis in axes.whole):
-                block.register_hook(torch.zeros_like)
-        return block
+        return weight.block()
 
     # -- gathering: ahead of use, in the recorded order -------------------------------------------------------------
 
@@ -166,7 +150,7 @@ class StreamedWeights:
                 weight.passes += 1
                 if (
                     asks_again
-                    and weight.passes == self._lanes()
+                    and weight.passes == self._half_batches()
                     and not weight.is_read_elsewhere
                     and not self._needed_soon(weight)
                 ):
@@ -396,6 +380,9 @@ class StreamedWeights:
             yield
         finally:
             self._sends_gradients = before
+
+    def reshard(self) -> None:
+        """Nothing to do: a forward without gradients releases what it gathered."""
 
     def _start_over(self) -> None:
         """Nothing is gathered, nothing in flight: what a step begins with, also after one that failed."""

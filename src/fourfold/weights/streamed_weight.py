@@ -17,7 +17,6 @@ from fourfold.errors import UnsupportedError
 from fourfold.mesh.axes import AXES, Axis
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
-from fourfold.mesh.reductions import GradientAxes
 
 
 class StreamedWeight:
@@ -69,10 +68,9 @@ class StreamedWeight:
         # `to_local()` would put a node into the graph; FSDP2 reads the same attribute (torch 2.13.0).
         return cast(DTensor, self.parameter)._local_tensor.detach()
 
-    def set_sum_over(self, axes: GradientAxes) -> None:
+    def set_sum_over(self, axes: tuple[Axis, ...]) -> None:
         """Each rank has a part of the gradient over these."""
-        both = {*axes.parts, *axes.whole}
-        found = tuple(axis for axis in AXES if axis in both and self._collectives.size(axis) > 1)
+        found = tuple(axis for axis in AXES if axis in axes and self._collectives.size(axis) > 1)
         if self.sum_over is not None and found != self.sum_over:
             raise UnsupportedError(
                 f"{self.name} is used twice, with gradients that are sums over {self.sum_over} and over {found}; untie it, or "

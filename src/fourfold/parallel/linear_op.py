@@ -1,0 +1,374 @@
+"""One sharded product as one autograd function: gather, multiply, reduce.
+
+O = I W^T for the weights of one or several linears that read the same input. The features of I are sharded over
+``in_axis``, those of O over ``out_axis``. The other axis of each activation shards its tokens, or a second time its
+features, or nothing:
+
+    cut         an activation over its second axis         to multiply it     after the product
+    tokens      each rank has some of the tokens           all-gather         reduce-scatter
+    features    each rank has some of the features         all-gather         reduce-scatter
+    whole       each rank has all of it                    nothing            all-reduce
+
+Activations that are replicated are the case in which every cut is "whole". An all-reduce sends as many bytes as a
+reduce-scatter and an all-gather, so all cuts cost the same traffic.
+
+The function is complete when it returns, except in a backward while two half-batches alternate (`mesh/reductions.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.collectives import Collectives, Pending, Purpose
+from fourfold.mesh.reductions import await_gradient, put_in_flight
+from fourfold.weights.overlap import Overlap
+
+Cut = Literal["tokens", "features", "whole"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """Which product: the axes, the cuts, and which weights each member (a linear) has."""
+
+    collectives: Collectives
+    in_axis: Axis | None
+    out_axis: Axis | None
+    # How the input is cut over out_axis, and the output of each member over in_axis.
+    enter: Cut
+    leaves: tuple[Cut, ...]
+    # The weights of each member, as a slice of all of them; stored [in, out] if transposed.
+    spans: tuple[slice, ...]
+    transposed: bool
+    overlap: Overlap
+    target: str
+    name: str
+
+    @functools.cached_property
+    def in_ranks(self) -> int:
+        return 1 if self.in_axis is None else self.collectives.size(self.in_axis)
+
+    @functools.cached_property
+    def out_ranks(self) -> int:
+        return 1 if self.out_axis is None else self.collectives.size(self.out_axis)
+
+    @functools.cached_property
+    def together(self) -> list[tuple[Cut, list[int]]]:
+        """Members whose outputs are cut in the same way: one collective serves them all."""
+        found: dict[Cut, list[int]] = {}
+        for member, leave in enumerate(self.leaves):
+            found.setdefault(leave, []).append(member)
+        return list(found.items())
+
+    @functools.cached_property
+    def gathers_gradients(self) -> bool:
+        return self.in_ranks > 1 and any(leave != "whole" for leave in self.leaves)
+
+    def gather(self, own: Tensor, axis: Axis | None, cut: Cut, purpose: Purpose) -> tuple[Tensor, Pending]:
+        """All of an activation: [1, tokens, features], or [ranks, tokens, features of one rank] by features."""
+        if axis is None or cut == "whole" or (ranks := self.collectives.size(axis)) == 1:
+            return own.unsqueeze(0), Pending()
+        parts = ranks if cut == "features" else 1
+        full = own.new_empty(parts, own.shape[0] * ranks // parts, own.shape[1])
+        return full, self.collectives.all_gather(full, own.contiguous(), axis, purpose, module=self.name)
+
+    def reduce(self, own: Tensor, parts: Tensor, axis: Axis | None, cut: Cut) -> Pending:
+        """The sums of ``parts`` that are this rank's, into ``own``; in place where each rank has all of them."""
+        if axis is None or cut == "whole" or self.collectives.size(axis) == 1:
+            return self.collectives.all_reduce(parts, axis, "activation", module=self.name)
+        return self.collectives.reduce_scatter(own, parts, axis, "activation", module=self.name)
+
+    def blocks(self, weights: Sequence[Tensor], member: int) -> list[Tensor]:
+        """A member's weights as [out, in]."""
+        own = weights[self.spans[member]]
+        return [w.t() for w in own] if self.transposed else list(own)
+
+
+class _ShardedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        product: Product,
+        shapes: Sequence[tuple[int, ...]],
+        deferred: bool,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # an output that nobody used has no gradient to gather
+        interleaving = product.collectives.interleaving
+        own = input.reshape(-1, input.shape[-1])
+        full, pending = product.gather(own, product.out_axis, product.enter, "activation")
+        if interleaving is not None and product.enter != "whole" and product.out_ranks > 1:
+            interleaving.switch()
+        pending.wait()
+
+        outputs: dict[int, Tensor] = {}
+        in_flight: list[Pending] = []
+        for leave, members in product.together:
+            blocks = {m: product.blocks(weights, m) for m in members}
+            widths = [sum(block.shape[0] for block in blocks[m]) for m in members]
+            kept, chunks = _outputs(product, members, widths, leave, full)
+            # A chunk of the outputs is reduced while the next is multiplied.
+            for chunk in chunks:
+                for member, rows, memory in chunk.products:
+                    for out, i, block in _terms(memory, blocks[member], len(full)):
+                        _multiply(full[i][rows], block.t(), out, first=i == 0)
+                in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
+            outputs |= zip(members, kept, strict=True)
+        if interleaving is not None and product.in_ranks > 1:
+            interleaving.switch()
+        for pending in in_flight:
+            pending.wait()
+
+        ctx.product, ctx.input_shape, ctx.deferred = product, input.shape, deferred
+        ctx.save_for_backward(full if product.overlap.keep_inputs else own, *weights)
+        return tuple(
+            _as_output(outputs[member], shapes[member], leave == "features" and len(product.leaves) > 1)
+            for member, leave in enumerate(product.leaves)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        product: Product = ctx.product
+        overlap = product.overlap
+        full, *weights = ctx.saved_tensors
+        pending_input = Pending()
+        if not overlap.keep_inputs:
+            # In flight during dI's matmul.
+            full, pending_input = product.gather(full, product.out_axis, product.enter, "regather")
+            if not overlap.backward:
+                pending_input.wait()
+
+        # dI = dO W: a part of a sum over out_axis.
+        arrived = _gathered_gradients(product, gradients)
+        input_gradient: Tensor | None = None
+        pending = Pending()
+        if ctx.needs_input_grad[0] and arrived:
+            parts = torch.empty_like(full, memory_format=torch.contiguous_format)
+            written: set[int] = set()
+            for member, gradient in arrived.items():
+                for out, i, block in _terms(gradient, product.blocks(weights, member), len(full)):
+                    _multiply(out, block, parts[i], first=i not in written)
+                    written.add(i)
+            is_cut = product.enter != "whole" and product.out_ranks > 1
+            input_gradient = parts.new_empty(ctx.input_shape) if is_cut else parts
+            pending = product.reduce(input_gradient, parts, product.out_axis, product.enter)
+            if not overlap.backward:
+                pending.wait()
+            input_gradient = input_gradient.view(ctx.input_shape)
+
+        # dW = dO^T I: complete, because only this rank holds the block; meanwhile dI is reduced.
+        pending_input.wait()
+        weight_gradients: list[Tensor | None] = [None] * len(weights)
+        for member, gradient in arrived.items():
+            span = product.spans[member]
+            if any(ctx.needs_input_grad[4:][span]):
+                made = [torch.empty_like(w) for w in weights[span]]
+                weight_gradients[span] = made
+                out_by_in = [m.t() for m in made] if product.transposed else made
+                for out, i, block in _terms(gradient, out_by_in, len(full)):
+                    torch.mm(out.t(), full[i], out=block)
+        if input_gradient is not None and ctx.deferred:
+            input_gradient = put_in_flight(input_gradient, pending)
+        else:
+            pending.wait()
+        return (input_gradient, None, None, None, *weight_gradients)
+
+
+def sharded_product(
+    input: Tensor, product: Product, shapes: Sequence[tuple[int, ...]], weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The output of each member, its tokens in the dims of ``shapes``."""
+    interleaving = product.collectives.interleaving
+    deferred = interleaving is not None and product.out_ranks > 1
+    if deferred:
+        input = await_gradient(input, product.collectives)
+    outputs = cast(
+        tuple[Tensor, ...],
+        _ShardedProduct.apply(input, product, shapes, deferred, *weights),  # type: ignore[no-untyped-call]
+    )
+    if interleaving is None or not product.gathers_gradients:
+        return outputs
+    interleaving.begin_section()
+    return cast(tuple[Tensor, ...], _GatherGradients.apply(product, *outputs))  # type: ignore[no-untyped-call]
+
+
+# -- outputs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What one collective reduces of the members' outputs."""
+
+    own: Tensor
+    # [ranks, own]: this rank's parts of what each of them keeps.
+    parts: Tensor
+    # (member, which tokens, where to write): one for each product of tokens and weights.
+    products: list[tuple[int, slice, Tensor]]
+
+
+def _outputs(
+    product: Product, members: Sequence[int], widths: Sequence[int], leave: Cut, full: Tensor
+) -> tuple[list[Tensor], list[_Chunk]]:
+    """Memory for what a rank keeps of the outputs of ``members``, which are cut alike; and the same in chunks."""
+    tokens = full.shape[1]
+    if product.in_ranks == 1:
+        # Nothing is sent. Separate memory, so that keeping one output (v in attention) does not keep the others.
+        apart = [full.new_empty(tokens, width) for width in widths]
+        return apart, [
+            _Chunk(out.view(-1), out.view(1, -1), [(member, slice(None), out.unsqueeze(0))])
+            for member, out in zip(members, apart, strict=True)
+        ]
+    ranks = 1 if leave == "whole" else product.in_ranks
+    rows = tokens // ranks if leave == "tokens" else tokens
+    columns = [width // ranks if leave == "features" else width for width in widths]
+    parts = full.new_empty(ranks * rows * sum(columns))
+    own = full.new_empty(rows * sum(columns)) if ranks > 1 else parts
+    chunks, end = [], 0
+    count = product.overlap.chunks_of(parts, product.target)
+    for spans in _divide(members, columns, rows, count):
+        start, end = end, end + sum((last - first) * width for _, first, last, width in spans)
+        memory = parts[ranks * start : ranks * end].view(ranks, end - start)
+        chunks.append(_Chunk(own[start:end], memory, _products(memory, spans, rows, leave)))
+    outputs = own.split([rows * width for width in columns])
+    return [o.view(rows, width) for o, width in zip(outputs, columns, strict=True)], chunks
+
+
+def _divide(
+    members: Sequence[int], columns: Sequence[int], rows: int, count: int
+) -> list[list[tuple[int, int, int, int]]]:
+    """(member, its first row, the row after its last, columns) of each chunk: all in one, or several of each member."""
+    if count == 1:
+        return [[(m, 0, rows, width) for m, width in zip(members, columns, strict=True)]]
+    found = []
+    for m, width in zip(members, columns, strict=True):
+        size = -(-rows // max(1, round(count * width / sum(columns))))
+        found += [[(m, start, min(start + size, rows), width)] for start in range(0, rows, size)]
+    return found
+
+
+def _products(
+    memory: Tensor, spans: Sequence[tuple[int, int, int, int]], rows: int, leave: Cut
+) -> list[tuple[int, slice, Tensor]]:
+    found: list[tuple[int, slice, Tensor]] = []
+    offset = 0
+    for m, first, last, width in spans:
+        size = (last - first) * width
+        out = memory[:, offset : offset + size].unflatten(1, (last - first, width))
+        offset += size
+        if leave != "tokens":
+            found.append((m, slice(first, last), out))
+        elif last - first == rows and out.is_contiguous():
+            found.append((m, slice(None), out.view(1, -1, width)))
+        else:  # these rows of each rank's tokens
+            starts = range(first, rows * len(out), rows)
+            found += [
+                (m, slice(s, s + last - first), part) for s, part in zip(starts, out.split(1), strict=True)
+            ]
+    return found
+
+
+def _as_output(own: Tensor, shape: tuple[int, ...], copy: bool) -> Tensor:
+    own = own.view(*shape, own.shape[1])
+    if copy:
+        # Attention keeps v, and what it makes of q and k: v is not to keep the memory that all three share.
+        return own.clone()
+    return own.data  # not a view of the shared memory, which a model's code could not change in place
+
+
+# -- gradients of the outputs -----------------------------------------------------------------------------------------
+
+
+def _start_gathering(
+    product: Product, gradients: Sequence[Tensor | None]
+) -> dict[int, tuple[Tensor, Pending]]:
+    """[1, tokens, features], or [ranks, tokens, features of one] by features; one collective for those cut alike."""
+    found: dict[int, tuple[Tensor, Pending]] = {}
+    for leave, members in product.together:
+        own = {m: g.reshape(-1, g.shape[-1]) for m in members if (g := gradients[m]) is not None}
+        if len(own) < 2 or leave == "whole" or product.in_axis is None or product.in_ranks == 1:
+            for member, flat in own.items():
+                found[member] = product.gather(flat, product.in_axis, leave, "activation")
+            continue
+        flats = list(own.values())
+        packed = torch.cat([flat.reshape(-1) for flat in flats])
+        full = packed.new_empty(product.in_ranks, packed.numel())
+        pending = product.collectives.all_gather(
+            full, packed, product.in_axis, "activation", module=product.name
+        )
+        parts = full.split([flat.numel() for flat in flats], dim=1)
+        for (member, flat), part in zip(own.items(), parts, strict=True):
+            found[member] = part.unflatten(1, flat.shape), pending
+    if not product.overlap.backward:
+        for _, pending in found.values():
+            pending.wait()
+    return found
+
+
+def _gathered_gradients(product: Product, gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    started: dict[int, tuple[Tensor, Pending]] = {}
+    for gradient in gradients:
+        if gradient is not None:
+            started |= gradient.__dict__.pop("_gathering", {})
+    started = started or _start_gathering(product, gradients)
+    arrived = {}
+    for member, (gradient, pending) in started.items():
+        pending.wait()
+        if product.leaves[member] == "tokens" and len(gradient) > 1:
+            gradient = gradient.reshape(1, -1, gradient.shape[-1])
+        arrived[member] = gradient
+    return arrived
+
+
+class _GatherGradients(torch.autograd.Function):
+    """Follows the product, so precedes it in backward: there the gradients of its outputs start to be gathered.
+
+    Used only while two half-batches alternate: autograd runs the other half until the product's own backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, product: Product, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.product = product
+        return tuple(
+            output.data for output in outputs
+        )  # not views, which a model's code could not change in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = next((g for g in gradients if g is not None), None)
+        if given is not None:
+            given._gathering = _start_gathering(ctx.product, gradients)  # type: ignore[attr-defined]
+        return (None, *gradients)
+
+
+# -- the matmuls ------------------------------------------------------------------------------------------------------
+
+
+def _terms(parts: Tensor, blocks: Sequence[Tensor], terms: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """(columns of an output, which part of the input, the piece of a weight between them).
+
+    One for each weight of a member, unless the output or the input is cut by its features.
+    """
+    if len(parts) == 1 and len(blocks) == 1 and terms == 1:
+        yield parts[0], 0, blocks[0]
+        return
+    for part, rows in zip(parts, zip(*(b.chunk(len(parts)) for b in blocks), strict=True), strict=True):
+        columns = torch.split(part, [r.shape[0] for r in rows], dim=1)
+        for column, row in zip(columns, rows, strict=True):
+            for i, piece in enumerate(row.chunk(terms, dim=1)):
+                yield column, i, piece
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, *, first: bool) -> None:
+    """``out = a b``, or add to what the first product has written."""
+    if first:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(out, a, b, out=out)

@@ -1,0 +1,56 @@
+"""What `parallelize` can be asked for, and the checks of it that need no grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fourfold.weights.api import Precision, Weights, backend_of
+from fourfold.weights.overlap import Overlap
+
+# How activations are sharded; and what can be asked for: "auto" shards them by tokens too, where the model's code allows it.
+Activations = Literal["replicated", "token-sharded"]
+ActivationsWanted = Literal["auto", "replicated", "token-sharded"]
+ActivationCheckpointing = Literal["none", "full"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """See `parallelize`."""
+
+    roles: Mapping[str, str] | None = None
+    precision: Precision = "fp32"
+    activations: ActivationsWanted = "auto"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    weights: Weights = "auto"
+    overlap: Overlap = field(default_factory=Overlap)
+
+    def __post_init__(self) -> None:
+        for name, values in (
+            ("precision", Precision),
+            ("activations", ActivationsWanted),
+            ("activation_checkpointing", ActivationCheckpointing),
+            ("weights", Weights),
+        ):
+            given, known = getattr(self, name), get_args(values)
+            if given not in known:
+                *most, last = map(repr, known)
+                raise ValueError(f"{name} {given!r} is not known; use {', '.join(most)} or {last}")
+
+
+def check_model(model: nn.Module) -> None:
+    """Is ``model`` one that can be made parallel: not parallel yet, with fp32 weights?"""
+    if isinstance(model, FSDPModule) or backend_of(model) is not None:
+        name = type(model).__name__.removeprefix("FSDP")
+        raise ValueError(f"{name} is parallel already; build a new one for another grid")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {parameter.dtype}, but master weights are fp32; build the model in fp32 and use "
+                "precision='bf16' to compute in bf16"
+            )

@@ -1,0 +1,181 @@
+"""Weights stored and gathered by FSDP2: `fully_shard` over z, one group for each block, and one for the rest.
+
+The data axis is reduced in FSDP2's hook after the reduce-scatter, which is its documented place for that. Gradients are
+summed, not averaged: the loss is divided by the tokens of the global batch already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+# The interfaces of `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` (seen in torch 2.13.0).
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from fourfold.errors import UnsupportedError
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.collectives import Collectives
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.reductions import sum_backward
+from fourfold.weights.api import Precision, set_backend
+
+
+class Fsdp2Weights:
+    """The weights of a model that `fully_shard` was applied to."""
+
+    name: Literal["fsdp2"] = "fsdp2"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        blocks: Sequence[nn.Module],
+        precision: Precision,
+        embedding: nn.Module | None,
+        head: nn.Module | None,
+    ) -> None:
+        """``embedding`` and ``head``, where they are not tied, are groups of their own."""
+        self._collectives = grid.collectives
+        self._model = cast(FSDPModule, model)
+        _check_tied(model, [*blocks, *(m for m in (embedding, head) if m is not None)])
+        policy = MixedPrecisionPolicy()
+        if precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard = functools.partial(
+            fully_shard, mesh=grid.mesh, dp_mesh_dims=DataParallelMeshDims(shard="z"), mp_policy=policy
+        )
+        for block in blocks:
+            shard(block)
+        if embedding is not None:
+            # A lookup's gradient does not read the weight: no second gather.
+            shard(embedding).set_unshard_in_backward(False)
+        if head is not None:
+            # Backward begins with the head: it stays gathered.
+            shard(head, reshard_after_forward=False)
+        shard(model)
+        for module in model.modules():
+            set_backend(module, self)
+            if isinstance(module, FSDPModule):
+                self._take_over_collectives(module)
+
+    def read(self, module: nn.Module, key: str, axes: tuple[Axis, ...], by_sibling: bool) -> Tensor:
+        block = cast(DTensor, module._parameters[key]).to_local()
+        for axis in axes:
+            block = sum_backward(block, self._collectives, axis, "replica", getattr(module, "name", key))
+        return block
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._model.set_requires_gradient_sync(True)
+
+    def reshard(self) -> None:
+        """FSDP2 leaves the head and the root gathered after a forward that no backward follows.
+
+        An optimizer made of the parameters that the model has then would train tensors that nobody reads.
+        """
+        for module in cast(nn.Module, self._model).modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _take_over_collectives(self, module: FSDPModule) -> None:
+        """Let the grid's collectives do, or at least see, what FSDP2 sends.
+
+        On CUDA the waits are FSDP2's own, between its streams: their seconds are not counted.
+        """
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_ObservedAllGather(self._collectives))
+        module.set_custom_reduce_scatter(_ObservedReduceScatter(self._collectives))
+        if self._collectives.size("data") > 1:
+            module.set_all_reduce_hook(self._reduce_over_data)
+
+    def _reduce_over_data(self, gradient: Tensor) -> None:
+        if not gradient.is_cuda:
+            self._collectives.all_reduce(gradient, "data", "gradient").wait()
+            return
+        # This hook runs in FSDP2's all-reduce stream: a wait there holds up no computation and is not timed.
+        dist.all_reduce(gradient, group=self._collectives.group("data"))
+        self._collectives.report("data", "all_reduce", "gradient", gradient, None, gradient)
+        # Allocated in FSDP2's reduce-scatter stream, used in its all-reduce stream. FSDP2 keeps such a buffer from being
+        # reused too early for its own all-reduce alone; here this does.
+        gradient.record_stream(torch.cuda.current_stream())
+
+
+def _check_tied(model: nn.Module, groups: Sequence[nn.Module]) -> None:
+    """FSDP2 keeps a weight tied only within one group: across two it would become two weights."""
+    group_of = {module: i for i, group in enumerate(groups) for module in group.modules()}
+    seen: dict[nn.Parameter, tuple[int, str]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            group = group_of.get(module, -1)
+            first = seen.setdefault(parameter, (group, f"{name}.{key}"))
+            if first[0] != group:
+                raise UnsupportedError(
+                    f"{name}.{key} is tied to {first[1]}, in another of the {len(groups)} blocks whose weights are gathered "
+                    "separately; untie them"
+                )
+
+
+class _Observed:
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _is_ours(self, tensor: Tensor, async_op: bool) -> bool:
+        """On CPU, where FSDP2 has no streams to wait in, our own collective does the work."""
+        return not tensor.is_cuda and not async_op and self._collectives.size("z") > 1
+
+
+class _ObservedAllGather(_Observed, AllGather):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if self._is_ours(output_tensor, async_op):
+            self._collectives.all_gather(output_tensor, input_tensor, "z", "weight").wait()
+            return None
+        work = cast(
+            dist.Work | None, dist.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
+        )
+        self._collectives.report(
+            "z", "all_gather", "weight", output_tensor, work, output_tensor, input_tensor
+        )
+        return work
+
+
+class _ObservedReduceScatter(_Observed, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if self._is_ours(output_tensor, async_op):
+            assert op == dist.ReduceOp.SUM, op
+            self._collectives.reduce_scatter(output_tensor, input_tensor, "z", "gradient").wait()
+            return None
+        work = cast(
+            dist.Work | None,
+            dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op),
+        )
+        self._collectives.report(
+            "z", "reduce_scatter", "gradient", input_tensor, work, output_tensor, input_tensor
+        )
+        return work

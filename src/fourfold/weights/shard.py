@@ -1,0 +1,48 @@
+"""Choose the back end that stores a model's weights over z, and apply it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from fourfold.mesh.grid import Grid
+from fourfold.weights.api import Precision, Weights
+from fourfold.weights.fsdp2 import Fsdp2Weights
+from fourfold.weights.overlap import Overlap
+from fourfold.weights.streamed import StreamedWeights
+
+
+def choose_weights(weights: Weights, grid: Grid) -> tuple[Weights, str]:
+    """The back end to use, and why."""
+    if weights != "auto":
+        return weights, "asked for"
+    if grid.target == "cuda":
+        return "fsdp2", "auto: PyTorch's own, for CUDA"
+    return "streamed", f"auto: overlaps on {grid.target}, where FSDP2 has no streams to do so"
+
+
+def shard_weights(
+    model: nn.Module,
+    grid: Grid,
+    blocks: Sequence[nn.Module],
+    precision: Precision,
+    weights: Weights,
+    overlap: Overlap,
+    *,
+    half_batches: Callable[[], int],
+    embedding: nn.Module | None = None,
+    head: nn.Module | None = None,
+) -> None:
+    """Shard every parameter over z.
+
+    Master weights and the reduction of gradients are fp32 in either precision; in bf16 the gathered weights, and so
+    the computation, are bf16. ``half_batches`` tells how many parts of a batch are in the model now; ``embedding`` and
+    ``head`` are those that are not tied.
+    """
+    if weights == "streamed":
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        StreamedWeights(model, grid, blocks, dtype, overlap, half_batches)
+    else:
+        Fsdp2Weights(model, grid, blocks, precision, embedding, head)
