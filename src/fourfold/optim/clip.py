@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fourfold.mesh.axes import AXES, Axis
+from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 
 
@@ -36,16 +37,18 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, grid: G
                 "parallelize() has taken"
             )
         replicas = 1
-        for axis, placement in zip(AXES, gradient.placements, strict=True):
+        # The mesh of the gradient: all axes, or z alone if x = y = 1.
+        axes = cast(tuple[Axis, ...], gradient.device_mesh.mesh_dim_names)
+        for axis, placement in zip(axes, gradient.placements, strict=True):
             if axis != "data" and isinstance(placement, Replicate):
                 replicas *= grid.size(axis)
-        by_replicas[replicas].append(gradient.to_local())
+        by_replicas[replicas].append(gradient._local_tensor)
 
     square = torch.zeros((), device=grid.device)
     for replicas, gradients in by_replicas.items():
         square += torch.nn.utils.get_total_norm(gradients).float().square() / replicas
-    axes: tuple[Axis, ...] = ("x", "y", "z")
-    for axis in axes:
+    summed: tuple[Axis, ...] = ("x", "y", "z")
+    for axis in summed:
         grid.collectives.all_reduce(square, axis, "clip").wait()
     norm = square.sqrt()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

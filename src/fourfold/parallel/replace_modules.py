@@ -45,12 +45,18 @@ def replace_modules(
     inside: Inside,
     overlap: Overlap,
     sequence_roles: SequenceRoles | None = None,
+    *,
+    plain: bool = False,
 ) -> Replaced:
-    """Give every module of ``roles`` its form on the grid, in place; with ``token_roles`` for token-sharded activations."""
-    return _Swap(model, grid, dropout, inside, overlap, sequence_roles).run(roles)
+    """Give every module of ``roles`` its form on the grid, in place; with ``sequence_roles`` for token-sharded activations.
+
+    With x = y = 1 every module stays the stock one. ``plain``: then its parameters also stay plain tensors, as FSDP2 alone
+    has them.
+    """
+    return _Replacement(model, grid, dropout, inside, overlap, sequence_roles, plain).run(roles)
 
 
-class _Swap:
+class _Replacement:
     def __init__(
         self,
         model: nn.Module,
@@ -59,7 +65,9 @@ class _Swap:
         inside: Inside,
         overlap: Overlap,
         sequence_roles: SequenceRoles | None,
+        plain: bool,
     ) -> None:
+        self.plain = plain
         self.model, self.grid, self.dropout, self.inside, self.overlap = model, grid, dropout, inside, overlap
         self.sequence_roles = sequence_roles
         self.tokens = sequence_roles.tokens if sequence_roles else None
@@ -72,10 +80,15 @@ class _Swap:
 
     def run(self, roles: list[Role]) -> Replaced:
         tied = self._tied()
+        stays = self.grid.x * self.grid.y == 1
         for role in roles:
             module, key = self._find(role.name)
+            if role.head:
+                self.out.vocab_size = linear_shape(module)[1]
             if key is not None:
                 self._keep(role, module, [key])
+            elif stays:
+                self._keep(role, module, [k for k, p in module._parameters.items() if p is not None])
             elif role.in_axis or role.out_axis:
                 self._put(role.name, self._linear(role, module))
             elif role.word == "embedding_rowwise":
@@ -89,6 +102,8 @@ class _Swap:
             if role.word == "embedding_rowwise" and not tied:
                 self.out.embedding = self._find(role.name)[0]
         self.out.groups = list(self.siblings.values())
+        if stays:
+            return self.out
         self._heads(roles)
         if self.sequence_roles is not None:
             for name in sorted(self.sequence_roles.attention):
@@ -97,7 +112,7 @@ class _Swap:
         for name, module in self.model.named_modules():
             if self.grid.y > 1 and any(matches(pattern, name) for pattern in self.family.cut_outputs):
                 cut_output(module, self.grid)
-        for tower in idle_towers(self.model) if self.grid.x * self.grid.y > 1 else ():
+        for tower in idle_towers(self.model):
             forbid(self.model.get_submodule(tower), tower, self.grid)
             self.out.notes.append(f"{tower} is idle: on this grid the model trains on text alone")
         return self.out
@@ -135,8 +150,6 @@ class _Swap:
         if role.word == "mla_kv_a_proj":
             parent, _ = self._find(role.name.rsplit(".", 1)[0])
             shared_columns = int(parent.qk_rope_head_dim)  # type: ignore[arg-type]
-        if role.head:
-            self.out.vocab_size = out_features
         return Linear4D(
             role.name,
             parameters,
@@ -227,7 +240,8 @@ class _Swap:
             name = f"{prefix}.{key}" if prefix else key
             layout = Layout.whole(name, source, cuts)
             module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
-        show_local_parameters(module, summed, self.inside)
+        if not self.plain:
+            show_local_parameters(module, summed, self.inside)
 
     def _heads(self, roles: list[Role]) -> None:
         """Attention modules learn how many heads are theirs."""
@@ -263,7 +277,8 @@ class _Swap:
         self.out.by_module[row or module_name].append(layout)
         memo = (id(source), layout.start)
         if memo not in self.made:
-            self.made[memo] = (layout.parameter(source, self.grid), layout)
+            made = self._on_device(source) if self.plain else layout.parameter(source, self.grid)
+            self.made[memo] = (made, layout)
             self.out.layouts[f"{module_name}.{key}" if module_name else key] = layout
         parameter, first = self.made[memo]
         if first.cuts != layout.cuts:
@@ -272,6 +287,12 @@ class _Swap:
                 f"and {describe([first])}); give both the same role, or untie them"
             )
         return parameter
+
+    def _on_device(self, source: Tensor) -> nn.Parameter:
+        assert isinstance(source, nn.Parameter)
+        if not source.is_meta:
+            source.data = source.data.to(self.grid.device)
+        return source
 
     def _find(self, name: str) -> tuple[nn.Module, str | None]:
         """A module by its name, or the module that holds a parameter and the parameter's key."""

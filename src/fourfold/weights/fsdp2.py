@@ -49,9 +49,12 @@ class Fsdp2Weights:
         policy = MixedPrecisionPolicy()
         if precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        shard = functools.partial(
-            fully_shard, mesh=grid.mesh, dp_mesh_dims=DataParallelMeshDims(shard="z"), mp_policy=policy
-        )
+        if grid.x * grid.y == 1:  # parameters are plain tensors, and FSDP2 is by itself
+            shard = functools.partial(fully_shard, mesh=grid.mesh["z"], mp_policy=policy)
+        else:
+            shard = functools.partial(
+                fully_shard, mesh=grid.mesh, dp_mesh_dims=DataParallelMeshDims(shard="z"), mp_policy=policy
+            )
         for block in blocks:
             shard(block)
         if embedding is not None:
@@ -67,7 +70,7 @@ class Fsdp2Weights:
                 self._take_over_collectives(module)
 
     def read(self, module: nn.Module, key: str, axes: tuple[Axis, ...], by_sibling: bool) -> Tensor:
-        block = cast(DTensor, module._parameters[key]).to_local()
+        block = cast(Tensor, _Local.apply(module._parameters[key]))  # type: ignore[no-untyped-call]
         for axis in axes:
             block = sum_backward(block, self._collectives, axis, "replica", getattr(module, "name", key))
         return block
@@ -111,6 +114,19 @@ class Fsdp2Weights:
         # Allocated in FSDP2's reduce-scatter stream, used in its all-reduce stream. FSDP2 keeps such a buffer from being
         # reused too early for its own all-reduce alone; here this does.
         gradient.record_stream(torch.cuda.current_stream())
+
+
+class _Local(torch.autograd.Function):
+    """A DTensor's local tensor. `to_local` does the same, and takes the placements apart in each backward."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> DTensor:
+        return DTensor(gradients[0], ctx.spec, requires_grad=False)
 
 
 def _check_tied(model: nn.Module, groups: Sequence[nn.Module]) -> None:
