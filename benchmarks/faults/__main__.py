@@ -26,7 +26,7 @@ PARTS: tuple[str, ...] = (
     "hostile",
     "peers",
     "numbers",
-    "exercises",
+    "scenarios",
     "kills",
     "torchft_replicas",
     "slurm",

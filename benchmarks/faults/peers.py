@@ -128,7 +128,7 @@ def trial(
                 broken,
                 timeout_s=30 if broken else 120,
             )
-    noted = list((folder / "spent").glob("*"))
+    noted = list((folder / "faults").glob("*"))
     if not noted:
         return Trial(math.inf, f"{fault} did not happen")
     took_s = [end_s - noted[0].stat().st_mtime for end_s in ends.result().values()]
@@ -142,7 +142,7 @@ def wait_for_ends(folder: Path, ranks: Sequence[int]) -> dict[int, float]:
     deadline_s = time.time() + 110
     while len(found) < len(ranks) and time.time() < deadline_s:
         time.sleep(0.005)
-        for note in (folder / "spent").glob("*"):
+        for note in (folder / "faults").glob("*"):
             deadline_s = note.stat().st_mtime + GIVE_UP_S
         for rank in ranks:
             file = folder / f"process-{rank}"
@@ -198,22 +198,22 @@ class Diary(Callback):
 class Noting(Injector):
     """Writes the diary before each fault."""
 
-    def __init__(self, fault: Fault, diary: Diary, spent: Path) -> None:
-        super().__init__([fault], spent=spent)
+    def __init__(self, fault: Fault, diary: Diary, record: Path) -> None:
+        super().__init__([fault], record=record)
         self._fault, self._diary = fault, diary
 
     @contextmanager
     def around_run(self, trainer: Trainer) -> Iterator[None]:
         with super().around_run(trainer):
-            meet = self._planted.meet
+            trigger = self._faults.trigger
             mine = self._fault.rank == dist.get_rank()
 
             def noting(at: Any, name: str = "", step: int | None = None) -> list[Fault]:
-                if mine and self._fault.matches(at, self._planted.step if step is None else step, name):
+                if mine and self._fault.matches(at, self._faults.step if step is None else step, name):
                     self._diary.write()
-                return meet(at, name, step)
+                return trigger(at, name, step)
 
-            self._planted.meet = noting  # type: ignore[method-assign]
+            self._faults.trigger = noting  # type: ignore[method-assign]
             yield
 
 
@@ -222,7 +222,7 @@ def train_until_lost(file: str, shape: Shape, fault: Fault, folder: str, broken:
     diary = Diary(where)
     watch = [] if broken else [HangWatch(TIMEOUT_S, 60.0, where / "hang")]
     trainer = Trainer(
-        config(file, shape), Grid.create(shape), [diary, *watch, Noting(fault, diary, where / "spent")]
+        config(file, shape), Grid.create(shape), [diary, *watch, Noting(fault, diary, where / "faults")]
     )
     (where / f"process-{dist.get_rank()}").write_text(str(os.getpid()))
     try:

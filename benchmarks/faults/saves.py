@@ -32,7 +32,7 @@ from fourfold.checkpoint.state import TrainState
 from fourfold.config.run_file import load_run
 from fourfold.drill.fault import Action, Fault, Point
 from fourfold.drill.files import damage, swap_files
-from fourfold.drill.inject import Planted, cut_short, in_files
+from fourfold.drill.injector import RankFaults, faults_in_files, hooked_files
 from fourfold.mesh.grid import Grid
 from fourfold.train.loop.trainer import Trainer
 
@@ -52,7 +52,7 @@ def run(small: bool, broken: bool = False) -> Iterator[Row]:
 
 
 def trained(file: Path, ranks: int, count: int) -> TrainState:
-    """The small run after so many steps, split over z."""
+    """The small run after ``count`` steps, sharded over z."""
     config = load_run(file, [f"grid.z={ranks}", f"schedule.steps={count}"])
     trainer = Trainer(config, Grid.create((1, ranks, 1, 1)))
     trainer.train()
@@ -77,7 +77,25 @@ def newest(root: Path) -> tuple[int | None, dict[int, list[str]]]:
     return newest_valid(steps(folder), lambda s: find_damage(folder.child(commit.step_name(s)), s))
 
 
-# -- cut short ---------------------------------------------------------------------------------------------------------
+# -- interrupted saves -------------------------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    """Raised where a kill would have ended the process."""
+
+
+@contextmanager
+def interrupt_after(calls: int | None = None) -> Iterator[list[str]]:
+    """Interrupt saves after N system calls, which leaves the disk as a kill would; None only lists the calls."""
+    done: list[str] = []
+
+    def count(at: Point, path: Path) -> None:
+        if len(done) == calls:
+            raise Interrupted(at)
+        done.append(f"{at} {path.name}")
+
+    with hooked_files(count):
+        yield done
 
 
 @contextmanager
@@ -102,10 +120,10 @@ def cut_saves(file: str, folder: str, small: bool, broken: bool) -> tuple[int, l
     with Checkpoints(where / "old") as checkpoints:
         checkpoints.save(old)
     calls: list[list[str]] = [[]] * ranks
-    with Checkpoints(start_from(where, "whole"), keep=keep) as checkpoints, cut_short() as whole:
+    with Checkpoints(start_from(where, "whole"), keep=keep) as checkpoints, interrupt_after() as done:
         checkpoints.save(training)
         checkpoints.wait()
-        dist.all_gather_object(calls, whole.done)
+        dist.all_gather_object(calls, done)
     tried, wrong = 0, []
     for victim in range(ranks):
         for after, call in enumerate(calls[victim]):
@@ -115,7 +133,7 @@ def cut_saves(file: str, folder: str, small: bool, broken: bool) -> tuple[int, l
             checkpoints = Checkpoints(start_from(where, f"{victim}-{after}"), keep=keep)
             checkpoints._step = training.step = 2
             with in_place() if broken else nullcontext():
-                with cut_short(after) if rank == victim else nullcontext():
+                with interrupt_after(after) if rank == victim else nullcontext():
                     checkpoints.save(training)
                     refused = _fails(checkpoints)
                 found = _loads(checkpoints, training, states)
@@ -254,13 +272,16 @@ def failing_saves(file: str, folder: str, trials: int, broken: bool) -> list[str
         checkpoints.wait()
         for trial in range(trials):
             fault = drawn_error(random.Random(f"{ranks} {trial}"), ranks)
-            planted = Planted([fault], rank)
+            injected = RankFaults([fault], rank)
             training.step = 2
-            with in_files(planted), patch.object(Checkpoints, "_save", silent) if broken else nullcontext():
+            with (
+                faults_in_files(injected),
+                patch.object(Checkpoints, "_save", silent) if broken else nullcontext(),
+            ):
                 checkpoints.save(training)
                 fails = _fails(checkpoints)
             happened = [False] * ranks
-            dist.all_gather_object(happened, any(planted._met.values()))
+            dist.all_gather_object(happened, any(injected.reached.values()))
             if not any(happened):
                 wrong.append(f"{fault} did not happen")
             elif not fails:

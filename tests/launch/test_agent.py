@@ -83,17 +83,18 @@ def test_a_run_that_is_refused_is_not_started_again(tmp_path: Path) -> None:
     assert (tmp_path / "starts").read_text() == "x\n"
 
 
-def test_of_those_that_import_it_the_server_of_ranks_alone_is_deaf() -> None:
-    """A process that cannot hear SIGTERM starts others that cannot: a rank that is asked to save would go on for ever."""
-    script = """if True:
-        import pathlib, signal, time
-        from multiprocessing import forkserver
-        import fourfold.launch.block_sigterm
-        from fourfold.launch import forkserver as warm
-        assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        warm.start_server()
-        status = pathlib.Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status")
-        while not int(status.read_text().split("SigBlk:")[1].split()[0], 16) >> signal.SIGTERM - 1 & 1:
-            time.sleep(0.1)
-    """
-    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+def test_ranks_are_told_to_stop_when_their_agent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import pathlib, signal, sys, time\n"
+        "from fourfold.processes import stop_with_agent\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path(sys.argv[1], 'stopped').touch()))\n"
+        "stop_with_agent()\n"
+        "pathlib.Path(sys.argv[1], 'listening').touch()\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", "--nproc-per-node=1"]
+    with subprocess.Popen([*command, str(script), str(tmp_path)]) as agent:
+        wait_until((tmp_path / "listening").exists, "rank", 60)
+        agent.kill()
+    wait_until((tmp_path / "stopped").exists, "SIGTERM", 20)

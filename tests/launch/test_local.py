@@ -53,7 +53,7 @@ def test_a_model_that_knows_too_few_tokens_is_refused(values: dict[str, Any], tm
     config = json.loads((Path(values["model"]["pretrained"]) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     with pytest.raises(
-        ValueError, match="the model knows 100 tokens, the data has 131; set vocab_size to 131"
+        ValueError, match="has a vocabulary of 100 tokens, the data of 131; set vocab_size to 131"
     ):
         check(on(values | {"model": {"config": str(tmp_path)}}, (1, 1, 1, 1)))
     with pytest.raises(ValueError, match=r"model.config: there is no .*missing.json"):

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli.arguments import add_changes, add_file, add_ranks
-from fourfold.processes import CONTINUE, MAX_RESTARTS, is_rank
+from fourfold.processes import CONTINUE, MAX_RESTARTS, is_rank, stop_with_agent
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
         changes.append(f'logging.profile_steps="{options.profile}"')
     config = load_run(options.file, changes)
     if is_rank():
+        stop_with_agent()
         return _train(config, options)
     from fourfold.launch.local import check, local_ranks, start_ranks
 
