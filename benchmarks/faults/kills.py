@@ -253,7 +253,7 @@ def rank_main(file: Path, seed: int, kills: int) -> int:
 
 
 if __name__ == "__main__":
-    from fourfold.cli.main import status_of
+    from fourfold.cli.main import exit_code_of
 
     # Exit as a rank of `fourfold train` does: the exit code decides whether the agent restarts it.
-    sys.exit(status_of(lambda: rank_main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
+    sys.exit(exit_code_of(lambda: rank_main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

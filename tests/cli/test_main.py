@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from fourfold.checkpoint.save import SaveError
-from fourfold.cli.main import status_of
+from fourfold.cli.main import exit_code_of
 from fourfold.processes import REFUSED
 from fourfold.train.recovery.rollback import RollbackFailed
 
@@ -25,7 +25,7 @@ def test_who_has_to_mend_it(error: Exception, status: int, capsys: pytest.Captur
     def fails() -> int:
         raise error
 
-    assert status_of(fails) == status
+    assert exit_code_of(fails) == status
     assert f"fourfold: {error}" in capsys.readouterr().err
 
 
@@ -34,4 +34,4 @@ def test_a_defect_keeps_its_trace() -> None:
         raise RuntimeError("a defect")
 
     with pytest.raises(RuntimeError, match="a defect"):
-        status_of(fails)
+        exit_code_of(fails)

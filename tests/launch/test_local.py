@@ -158,7 +158,7 @@ def test_init_writes_a_run_that_loads(values: dict[str, Any], tmp_path: Path, ca
     assert main(["init", str(tmp_path / "other.toml"), "--size", "7b", "--data", data]) == 2
     assert main(["init", str(tmp_path / "other.toml"), "--data", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    for words in ("is there already", "no size '7b'; use one of 1m", "is no prepared data set"):
+    for words in ("exists already", "no size '7b'; use one of 1m", "is not a prepared data set"):
         assert words in said
 
 

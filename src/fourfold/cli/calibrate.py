@@ -1,4 +1,4 @@
-"""`fourfold calibrate`: measure the cluster that this runs on, for `fourfold plan`."""
+"""`fourfold calibrate`: measure the current cluster, for `fourfold plan`."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
-        help="measure the cluster that this runs on, in minutes, and write it down for plan",
-        description="Measure collectives on every position of an axis, matmuls, memory, and both at once, on all ranks; fit "
-        "the planner's parameters and write them as a cluster file. Start it as a training run would be: torchrun "
+        help="measure the current cluster, in minutes, and write a cluster file for plan",
+        description="Measure collectives on every position of an axis, matmuls and memory, alone and overlapped, on all ranks; fit "
+        "the planner's parameters and write them as a cluster file. Start it like a training run: torchrun "
         "--nnodes N --nproc-per-node M -m fourfold calibrate --out cluster.toml",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="the cluster file to write (TOML)"
     )
-    parser.add_argument("--name", help="of the cluster (that of the file)")
+    parser.add_argument("--name", help="name of the cluster (default: the name of the file)")
     parser.add_argument(
         "--minutes",
         type=float,
         default=5.0,
-        help="after these no new measurement begins (5); what is missing is fitted",
+        help="start no new measurement after this time; the rest is fitted (default: 5)",
     )
     parser.set_defaults(run=run)
 
@@ -59,19 +59,21 @@ def run(options: argparse.Namespace) -> int:
 
 def as_file(result: Calibration) -> str:
     """The cluster file, with the spread of each parameter in comments."""
-    lines = [f"# Measured in {result.seconds:.0f} s. Medians; in brackets the range between the quartiles."]
+    lines = [f"# Measured in {result.seconds:.0f} s. Medians; interquartile ranges in brackets."]
     lines += [f"# {p.name} = {p.value:.4g} [{p.spread:.2g}] {p.unit}" for p in result.parameters]
     return "\n".join(lines) + "\n" + to_toml(result.cluster)
 
 
 def show(result: Calibration, console: Console) -> None:
     table = Table(title=f"{result.cluster.name}, measured in {result.seconds:.0f} s", title_justify="left")
-    for heading in ("parameter", "fitted", "quartiles apart", "unit"):
+    for heading in ("parameter", "fitted", "interquartile range", "unit"):
         table.add_column(heading, justify="left" if heading in ("parameter", "unit") else "right")
     for p in result.parameters:
         table.add_row(p.name, f"{p.value:.4g}", f"{p.spread:.2g}", p.unit)
     console.print(table)
-    table = Table(title="the formulas with these parameters against each measurement", title_justify="left")
+    table = Table(
+        title="formulas with these parameters, compared with each measurement", title_justify="left"
+    )
     for heading in ("what", "measured", "formula", "off by"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
     for d in result.deviations:
@@ -80,5 +82,5 @@ def show(result: Calibration, console: Console) -> None:
         )
     console.print(table)
     console.print(
-        "A plan takes the measurements themselves where there are any; the formulas are for sizes and axes without."
+        "A plan uses the measurements where there are any, and the formulas for other sizes and axes."
     )

@@ -1,4 +1,4 @@
-"""`fourfold checkpoint`: look at checkpoints and check them; no rank is started."""
+"""`fourfold checkpoint`: inspect and verify checkpoints, without starting a rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint",
         help="list, verify, show and convert checkpoints",
-        description="Look at the checkpoints in a folder or under an fsspec URL. Nothing of them is ever executed.",
+        description="Inspect the checkpoints in a folder or under an fsspec URL. Loading them never executes code.",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    _action(actions, "ls", list_all, "the checkpoints, and whether their files are there")
+    _action(actions, "ls", list_all, "list the checkpoints, and whether their files exist")
     verify = _action(actions, "verify", verify_all, "hash every file and compare it with the manifest")
-    info = _action(actions, "info", show, "what a checkpoint holds")
+    info = _action(actions, "info", show, "show the contents of a checkpoint")
     for action, default in ((verify, "all"), (info, "the newest")):
-        action.add_argument("--step", type=int, help=f"by default {default}")
+        action.add_argument("--step", type=int, help=f"the step of the checkpoint (default: {default})")
     info.add_argument("--tensors", action="store_true", help="list every tensor")
     export.add_to(actions, "convert")
 
@@ -99,7 +99,7 @@ def show(options: argparse.Namespace) -> int:
         found = {n: t for n, t in tensors(reader.metadata).items() if n.startswith(f"{part}.")}
         numbers = sum(math.prod(t.size) for t in found.values())
         size = sum(math.prod(t.size) * t.properties.dtype.itemsize for t in found.values())
-        print(f"{part}: {len(found)} tensors, {numbers:,} numbers, {_bytes(size)}")
+        print(f"{part}: {len(found)} tensors, {numbers:,} values, {_bytes(size)}")
         if options.tensors:
             for name, tensor in sorted(found.items()):
                 kind = str(tensor.properties.dtype).removeprefix("torch.")

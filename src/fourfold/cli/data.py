@@ -1,4 +1,4 @@
-"""`fourfold data prepare` and `fourfold data info`: text to tokens, and what became of it."""
+"""`fourfold data prepare` and `fourfold data info`: tokenise text, and inspect the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser("data", help="turn text into tokens to train on, and look at them")
+    parser = commands.add_parser("data", help="tokenise text for training, and inspect the result")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     _add_prepare(actions)
     _add_info(actions)
@@ -21,9 +21,9 @@ def _add_prepare(actions: Any) -> None:
         "prepare",
         help="tokenise text into a folder",
         description="Tokenise text into a folder of memory-mapped shards. Run the same command again after an "
-        "interruption: what is finished stays. The bytes do not depend on --processes or on interruptions.",
+        "interruption: finished parts are kept. The result does not depend on --processes or on interruptions.",
     )
-    parser.add_argument("folder", type=Path, help="where the tokens go")
+    parser.add_argument("folder", type=Path, help="the folder for the tokens")
     parser.add_argument(
         "inputs",
         nargs="+",
@@ -37,43 +37,53 @@ def _add_prepare(actions: Any) -> None:
         metavar="SIZE",
         help="train a byte-level BPE of this size on the inputs",
     )
-    parser.add_argument("--column", default="text", help="the field that holds the text (default: text)")
+    parser.add_argument("--column", default="text", help="the field with the text (default: text)")
     parser.add_argument(
         "--separator",
         type=_unescaped,
-        help=r"what divides the documents of a text file, such as '\n\n' (default: a file is one document)",
+        help=r"the separator between documents of a text file, such as '\n\n' (default: a file is one document)",
     )
     parser.add_argument(
-        "--validation", type=float, default=0.005, help="part of the documents to keep apart (default: 0.005)"
+        "--validation",
+        type=float,
+        default=0.005,
+        help="the fraction of documents held out for validation (default: 0.005)",
     )
-    parser.add_argument("--split", default="train", help="of a data set of Hugging Face (default: train)")
+    parser.add_argument(
+        "--split", default="train", help="the split of a Hugging Face data set (default: train)"
+    )
     parser.add_argument(
         "--text-suffix",
         action="append",
         default=[],
         metavar=".SUFFIX",
-        help="files in folders that are text, too",
+        help="also read files with this suffix as text; can be repeated",
     )
     parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="(default: one for each core)"
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="number of processes (default: one per core)",
     )
+    parser.add_argument("--part-mb", type=float, help="megabytes of input per part (default: 4 to 256)")
     parser.add_argument(
-        "--part-mb", type=float, help="input that a process takes at a time (default: 4 to 256)"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="remove an earlier preparation of this folder"
+        "--overwrite", action="store_true", help="remove the existing contents of this folder first"
     )
     parser.set_defaults(run=prepare)
 
 
 def _add_info(actions: Any) -> None:
-    parser = actions.add_parser("info", help="what a folder of tokens holds")
+    parser = actions.add_parser("info", help="show the contents of a prepared folder")
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--verify", action="store_true", help="read every byte and compare with what was written"
+        "--verify", action="store_true", help="read every byte and compare it with the recorded hashes"
     )
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="the text of the first N samples")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sample, with --show")
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="print the text of the first N samples"
+    )
+    parser.add_argument(
+        "--length", type=int, default=128, help="tokens per sample, with --show (default: 128)"
+    )
     parser.set_defaults(run=info)
 
 
@@ -119,7 +129,7 @@ def info(options: argparse.Namespace) -> int:
         print(f"DAMAGED: {line}")
     if wrong:
         print(
-            f"{len(wrong)} files are not what was written; copy the folder again, or prepare it with --overwrite"
+            f"{len(wrong)} files differ from what was written; copy the folder again, or prepare it with --overwrite"
         )
         return 1
     if options.verify:

@@ -1,4 +1,4 @@
-"""The configuration for reading: a commented starting file, a page for the docs."""
+"""Text made from the schema: a commented starting file and the reference page of the docs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fourfold.config.schema import CHOSEN_ALONG, EngineSection, RunConfig
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama, and a run that suits it."""
+    """A Llama, and a run config that suits it."""
 
     hidden: int
     inner: int
@@ -30,7 +30,7 @@ class Size:
     precision: str = "bf16"
 
 
-# Batches and rates as in published runs; steps make some twenty tokens a parameter, of 405b as many as its authors trained on.
+# Batches and learning rates as in published runs; steps give about 20 tokens per parameter, for 405b as in its paper.
 SIZES = {
     "1m": Size(128, 384, 4, 4, 2, 256, 2_048, 3e-3, 100, is_tied=True, precision="fp32"),  # minutes on a CPU
     "10m": Size(256, 768, 8, 8, 4, 512, 32_768, 2e-3, 6_000, is_tied=True),
@@ -43,7 +43,7 @@ SIZES = {
 
 
 def model_config(size: str, vocabulary: int) -> dict[str, Any]:
-    """A config.json of Llama's shape."""
+    """The config.json of a Llama of this size."""
     chosen = SIZES[size]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -60,7 +60,7 @@ def model_config(size: str, vocabulary: int) -> dict[str, Any]:
 
 
 def starting_file(size: str, *, model: str, data: str) -> str:
-    """A run's TOML with every field, its value for a model of that size, and its sentence."""
+    """A run config with every field, its value for a model of this size, and its description."""
     about = SIZES[size]
     chosen: dict[str, Any] = {
         "model.config": model,
@@ -91,7 +91,7 @@ def _lines(section: type[BaseModel], name: str, chosen: dict[str, Any]) -> Itera
         value = chosen.get(path, None if about.is_required() else about.default)
         written = f"{field} = {toml_value(value)}" if value is not None else f"# {field} ="
         if section is EngineSection and field in CHOSEN_ALONG and value == about.default:
-            written = f"# {written}"  # what a file says, stays
+            written = f"# {written}"  # set in a file, it would not be chosen by `grid.auto`
         yield f"# {about.description}"
         yield written
     for path, kind in tables:
@@ -119,8 +119,8 @@ def toml_value(value: Any) -> str:
 
 
 def reference() -> str:
-    """The docs page: a table for each section."""
-    lines = ["# The run's file", ""]
+    """The reference page: a table for each section."""
+    lines = ["# Run config", ""]
     for path, kind in _sections(RunConfig, ""):
         lines += [f"## {f'`[{path}]`' if path else 'At the top'}", "", str(kind.__doc__), ""]
         lines += ["| field | default | what it does |", "|---|---|---|"]
