@@ -87,8 +87,8 @@ def test_it_says_what_it_is_asked(config, capsys, tmp_path):
     ("words", "said"),
     [
         (["--explain", "1", "99999"], "there is no layout number 99999; the table has 1 to"),
-        (["--explain", "1", "3,1,1,1"], "3,1,1,1 is no grid of 64 ranks"),
-        (["--explain", "1", "best"], "'best' is no layout"),
+        (["--explain", "1", "3,1,1,1"], "3,1,1,1 is not a grid of 64 ranks"),
+        (["--explain", "1", "best"], "'best' is not a layout"),
         (["--price", "2"], "give --tokens"),
         (["--rows", "0"], "--rows 0"),
         (["--against", "nowhere.json"], "there is no run nowhere.json"),

@@ -111,8 +111,8 @@ def test_a_warned_run_saves_is_requeued_and_goes_on(tmp_path, capsys):
         range(1, saved + 3)
     )
     log = (folder / f"logs/slurm-{job}.out").read_text()
-    assert "start 0 ended with status 85" in log
-    assert "start 1 ended with status 0" in log
+    assert "start 0 ended with exit code 85" in log
+    assert "start 1 ended with exit code 0" in log
     ranks = list(folder.glob(f"logs/{job}/node-*/*/attempt_0/0/stderr.log"))
     assert len(ranks) == 4, said(folder)
 
@@ -131,7 +131,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(tmp_path):
 def test_a_run_that_fails_fails_its_job(tmp_path):
     job = submit_job(job_of(tmp_path, ["--no-python", "false"], nodes=1))
     reach(job, "FAILED", tmp_path)
-    assert "start 0 ended with status 1" in (tmp_path / f"logs/slurm-{job}.out").read_text()
+    assert "start 0 ended with exit code 1" in (tmp_path / f"logs/slurm-{job}.out").read_text()
 
 
 @pytest.mark.usefixtures("cluster")
@@ -194,7 +194,7 @@ def test_a_dry_run_writes_and_submits_nothing(run, capsys, monkeypatch):
         (["--nodes", "4", "--set", "grid.dat=2"], ["'data'"]),
         (["--nodes", "4", "--time", "3:30"], ["210 s", "120 s", "4 minutes"]),
         (["--nodes", "4", "--sbatch", "signal=USR2@60"], ["--warning-s"]),
-        (["--nodes", "4", "--sbatch", "-p gpu"], ["no option of sbatch"]),
+        (["--nodes", "4", "--sbatch", "-p gpu"], ["not an option of sbatch"]),
         (["--nodes", "4", "--sbatch", "comment=two words"], ["space"]),
         (["--nodes", "4", "--partition", "gpu\nrm -rf x"], ["space"]),
     ],
