@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.table import Table
-
-from fourfold.planner.inputs.cluster import to_toml
-
-if TYPE_CHECKING:
-    from fourfold.planner.calibrate.calibrate import Calibration
+from typing import Any
 
 
 def add_to(commands: Any) -> None:
@@ -47,40 +38,11 @@ def run(options: argparse.Namespace) -> int:
     if options.minutes <= 0:
         raise ValueError(f"--minutes {options.minutes} leaves no time to measure; use more than 0")
     from fourfold.planner.calibrate.calibrate import calibrate  # torch takes seconds to import
+    from fourfold.planner.show.calibration import as_file, show
 
     result = calibrate(options.name or options.out.stem, budget_s=60 * options.minutes)
     if result is not None:
         options.out.write_text(as_file(result))
-        show(result, Console(width=120))
-        print(f"wrote {options.out}: fourfold plan MODEL --cluster {options.out} ...")
-        sys.stdout.flush()
+        show(result)
+        print(f"wrote {options.out}: fourfold plan MODEL --cluster {options.out} ...", flush=True)
     return 0
-
-
-def as_file(result: Calibration) -> str:
-    """The cluster file, with the spread of each parameter in comments."""
-    lines = [f"# Measured in {result.seconds:.0f} s. Medians; interquartile ranges in brackets."]
-    lines += [f"# {p.name} = {p.value:.4g} [{p.spread:.2g}] {p.unit}" for p in result.parameters]
-    return "\n".join(lines) + "\n" + to_toml(result.cluster)
-
-
-def show(result: Calibration, console: Console) -> None:
-    table = Table(title=f"{result.cluster.name}, measured in {result.seconds:.0f} s", title_justify="left")
-    for heading in ("parameter", "fitted", "interquartile range", "unit"):
-        table.add_column(heading, justify="left" if heading in ("parameter", "unit") else "right")
-    for p in result.parameters:
-        table.add_row(p.name, f"{p.value:.4g}", f"{p.spread:.2g}", p.unit)
-    console.print(table)
-    table = Table(
-        title="formulas with these parameters, compared with each measurement", title_justify="left"
-    )
-    for heading in ("what", "measured", "formula", "off by"):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    for d in result.deviations:
-        table.add_row(
-            d.what, f"{d.measured_s * 1e3:.3f} ms", f"{d.formula_s * 1e3:.3f} ms", f"{d.error:+.0%}"
-        )
-    console.print(table)
-    console.print(
-        "A plan uses the measurements where there are any, and the formulas for other sizes and axes."
-    )

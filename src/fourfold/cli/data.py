@@ -90,6 +90,7 @@ def _add_info(actions: Any) -> None:
 def prepare(options: argparse.Namespace) -> int:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from fourfold.data.inspect import describe
     from fourfold.data.plan import Settings
     from fourfold.data.prepare import prepare as run
 
@@ -114,16 +115,17 @@ def prepare(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             progress=lambda done, total: bars.update(bar, completed=done, total=total),
         )
-    print(_described(options.folder, manifest))
+    print(describe(options.folder, manifest))
     print(f"took {time.perf_counter() - start_s:.1f} s")
     return 0
 
 
 def info(options: argparse.Namespace) -> int:
+    from fourfold.data.inspect import describe, show
     from fourfold.data.manifest import Manifest
 
     manifest = Manifest.load(options.folder)
-    print(_described(options.folder, manifest))
+    print(describe(options.folder, manifest))
     wrong = manifest.wrong_with(options.folder, contents=options.verify)
     for line in wrong:
         print(f"DAMAGED: {line}")
@@ -135,35 +137,8 @@ def info(options: argparse.Namespace) -> int:
     if options.verify:
         print("verified: every byte is what was written")
     if options.show:
-        _show(options.folder, options.length, options.show)
+        show(options.folder, options.length, options.show)
     return 0
-
-
-def _described(folder: Path, manifest: Any) -> str:
-    from fourfold.data.manifest import SPLITS
-
-    tokenizer = manifest.tokenizer
-    lines = [
-        f"{folder}: fingerprint {manifest.fingerprint}",
-        f"  tokenizer   {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}",
-        f"  source      {manifest.source_bytes:,} bytes, fingerprint {manifest.source}",
-    ]
-    for split in SPLITS:
-        lines.append(
-            f"  {split:<11} {manifest.tokens(split):,} tokens of {manifest.documents(split):,} documents in "
-            f"{len(manifest.shards[split])} shards of {manifest.dtype.name}"
-        )
-    return "\n".join(lines)
-
-
-def _show(folder: Path, length: int, count: int) -> None:
-    from fourfold.data.samples import Samples
-    from fourfold.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    samples = Samples(folder, "train", length)
-    for number in range(min(count, len(samples))):
-        print(f"-- sample {number}\n{tokenizer.decode(samples[number].input_ids)}")
 
 
 def _unescaped(text: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from fourfold.config.schema import CHOSEN_ALONG, EngineSection, RunConfig
 
@@ -76,29 +77,16 @@ def starting_file(size: str, *, model: str, data: str) -> str:
     lines = [
         f"# A run of a {size.upper()} model. `fourfold train` reads it; --set section.field=value changes it."
     ]
-    lines += _lines(RunConfig, "", chosen)
+    for path, section in _sections(RunConfig, ""):
+        lines += ["", f"# {section.__doc__}", f"[{path}]"] if path else []
+        for field, about in _fields(section):
+            name = f"{path}.{field}" if path else field
+            value = chosen.get(name, None if about.is_required() else about.default)
+            written = f"{field} = {toml_value(value)}" if value is not None else f"# {field} ="
+            if section is EngineSection and field in CHOSEN_ALONG and value == about.default:
+                written = f"# {written}"  # set in a file, it would not be chosen by `grid.auto`
+            lines += [f"# {about.description}", written]
     return "\n".join(lines) + "\n"
-
-
-def _lines(section: type[BaseModel], name: str, chosen: dict[str, Any]) -> Iterator[str]:
-    tables: list[tuple[str, type[BaseModel]]] = []
-    for field, about in section.model_fields.items():
-        path = f"{name}.{field}" if name else field
-        kind = about.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            tables.append((path, kind))
-            continue
-        value = chosen.get(path, None if about.is_required() else about.default)
-        written = f"{field} = {toml_value(value)}" if value is not None else f"# {field} ="
-        if section is EngineSection and field in CHOSEN_ALONG and value == about.default:
-            written = f"# {written}"  # set in a file, it would not be chosen by `grid.auto`
-        yield f"# {about.description}"
-        yield written
-    for path, kind in tables:
-        yield ""
-        yield f"# {kind.__doc__}"
-        yield f"[{path}]"
-        yield from _lines(kind, path, chosen)
 
 
 def toml_value(value: Any) -> str:
@@ -124,24 +112,27 @@ def reference() -> str:
     for path, kind in _sections(RunConfig, ""):
         lines += [f"## {f'`[{path}]`' if path else 'At the top'}", "", str(kind.__doc__), ""]
         lines += ["| field | default | what it does |", "|---|---|---|"]
-        for field, about in kind.model_fields.items():
-            if isinstance(about.annotation, type) and issubclass(about.annotation, BaseModel):
-                continue
-            default = (
-                "required"
-                if about.is_required()
-                else toml_value(about.default)
-                if about.default is not None
-                else "none"
-            )
+        for field, about in _fields(kind):
+            given = "none" if about.default is None else toml_value(about.default)
+            default = "required" if about.is_required() else given
             lines.append(f"| `{field}` | `{default}` | {about.description} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _sections(section: type[BaseModel], name: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    yield name, section
+def _sections(section: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """(path, section) of this section and of all below it."""
+    yield path, section
     for field, about in section.model_fields.items():
-        kind = about.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _sections(kind, f"{name}.{field}" if name else field)
+        if _is_section(about.annotation):
+            yield from _sections(about.annotation, f"{path}.{field}" if path else field)
+
+
+def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    return [
+        (name, field) for name, field in section.model_fields.items() if not _is_section(field.annotation)
+    ]
+
+
+def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
