@@ -236,9 +236,9 @@ def rank_main(file: Path, seed: int, kills: int) -> int:
     config = load_run(file)
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     trace = traced_run.Trace(config, attempt)
-    trace.say(begins=True)
+    trace.write(begins=True)
     faults = []
-    notes = traced_run.beside(config, "killed") / str(attempt)  # which kill happened, and when
+    notes = traced_run.in_logs(config, "killed") / str(attempt)  # which kill happened, and when
     if attempt < kills:
         done = max(steps(open_folder(config.checkpoints.folder)), default=0)
         fault, is_early = kill_of(seed, attempt, done)

@@ -140,9 +140,10 @@ class Listen(Callback):
 
 
 def train(file: str, shape: Shape, faults: Sequence[Fault], steps: int, broken: bool) -> list[Line]:
-    grid = [f"grid.{axis}={size}" for axis, size in zip(("data", "z", "y", "x"), shape, strict=True)]
     saves = any(fault.action == "flip" for fault in faults)
-    config = load_run(Path(file), [*grid, f"schedule.steps={steps}", "checkpoints.every_steps=10"])
+    config = load_run(
+        Path(file), [*traced_run.grid_changes(shape), f"schedule.steps={steps}", "checkpoints.every_steps=10"]
+    )
     watchers = [] if broken else [c for c in callbacks_of(config) if isinstance(c, WATCHERS)]
     assert broken or {type(watcher) for watcher in watchers} == set(WATCHERS)
     with redirect_stderr(StringIO()) as said:
@@ -156,9 +157,8 @@ def train(file: str, shape: Shape, faults: Sequence[Fault], steps: int, broken: 
 
 def usual(file: str, shape: Shape) -> list[float]:
     """What steps take of this rank's own time, in a run without a fault."""
-    grid = [f"grid.{axis}={size}" for axis, size in zip(("data", "z", "y", "x"), shape, strict=True)]
     watch = Own(1, 1e9)
-    config = load_run(Path(file), [*grid, "schedule.steps=15"])
+    config = load_run(Path(file), [*traced_run.grid_changes(shape), "schedule.steps=15"])
     Trainer(config, Grid.create(shape), [watch]).train()
     return watch.own_s[5:]
 

@@ -238,8 +238,7 @@ def collective_order(file: str, shape: Shape) -> dict[str, list[str]]:
 
 
 def config(file: str, shape: Shape) -> Any:
-    grid = [f"grid.{axis}={size}" for axis, size in zip(("data", "z", "y", "x"), shape, strict=True)]
-    return load_run(Path(file), [*grid, f"schedule.steps={STEPS}"])
+    return load_run(Path(file), [*traced_run.grid_changes(shape), f"schedule.steps={STEPS}"])
 
 
 # -- what is right -----------------------------------------------------------------------------------------------------
