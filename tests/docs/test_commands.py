@@ -30,8 +30,8 @@ from tests.documented import (
 
 # Commands that are not run here, by their exact words, and who runs them.
 ELSEWHERE = {
-    "fourfold drill run.toml": "tests/drill/test_drill.py::test_the_exercises_of_a_drill_come_out_right",
-    "fourfold drill run.toml --fault kill:at=optimizer,rank=1,step=4": "tests/drill/test_drill.py::test_a_drill_sees_a_run_that_does_not_come_back_as_it_was",
+    "fourfold drill run.toml": "tests/drill/test_drill.py::test_all_scenarios_of_a_drill_succeed",
+    "fourfold drill run.toml --fault kill:at=optimizer,rank=1,step=4": "tests/drill/test_drill.py::test_a_drill_detects_a_run_that_does_not_resume_exactly",
     "fourfold drill run.toml --compare": "tests/drill/test_drill.py::test_a_run_on_a_cluster_is_compared_by_its_checkpoints",
     "fourfold plan --cluster my-cluster.toml --against run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
     "fourfold plan --cluster cluster.toml --against run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
