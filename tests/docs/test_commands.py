@@ -202,7 +202,7 @@ def test_nothing_is_listed_that_no_page_has() -> None:
         ("torchrun --nproc-per-node 8 examples/quick.py", "there is no examples/quick.py"),
         ("srun --ntasks 8 fourfold train run.toml --steps 3", "unrecognized arguments: --steps 3"),
         ("python -m benchmarks.parity --rank-count 8", "unrecognized arguments: --rank-count 8"),
-        ("python -m benchmarks.nothing", "is no module"),
+        ("python -m benchmarks.nothing", "is not a module"),
     ],
 )
 def test_a_wrong_command_is_found(command: str, said: str) -> None:
