@@ -131,7 +131,7 @@ def interrupted_saves(file: str, folder: str, small: bool, broken: bool) -> tupl
                 continue
             tried += 1
             checkpoints = Checkpoints(start_from(where, f"{victim}-{after}"), keep=keep)
-            checkpoints._step = training.step = 2
+            training.step = 2
             with in_place() if broken else nullcontext():
                 with interrupt_after(after) if rank == victim else nullcontext():
                     checkpoints.save(training)

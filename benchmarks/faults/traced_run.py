@@ -76,7 +76,7 @@ def write(folder: Path, *, sequences: int = 8, **sections: dict[str, Any]) -> Pa
     return file
 
 
-def write_data(folder: Path, vocabulary: int, documents: Mapping[str, Iterable[Any]]) -> None:
+def write_data(folder: Path, vocabulary: int, documents: Mapping[Any, Iterable[Any]]) -> None:
     """A prepared data set with these documents of token ids by split."""
     shards = {}
     for split, texts in documents.items():

@@ -62,17 +62,17 @@ def model_config(size: str, vocabulary: int) -> dict[str, Any]:
 
 def starting_file(size: str, *, model: str, data: str) -> str:
     """A run config with every field, its value for a model of this size, and its description."""
-    about = SIZES[size]
+    suited = SIZES[size]
     chosen: dict[str, Any] = {
         "model.config": model,
         "data.sources": [{"path": data}],
-        "data.sequence_length": about.length,
-        "batch.tokens": about.batch_tokens,
-        "optimizer.lr": about.lr,
-        "schedule.steps": about.steps,
-        "schedule.warmup_steps": min(2000, about.steps // 10),
-        "engine.precision": about.precision,
-        "engine.activation_checkpointing": "full" if about.is_recomputed else "none",
+        "data.sequence_length": suited.length,
+        "batch.tokens": suited.batch_tokens,
+        "optimizer.lr": suited.lr,
+        "schedule.steps": suited.steps,
+        "schedule.warmup_steps": min(2000, suited.steps // 10),
+        "engine.precision": suited.precision,
+        "engine.activation_checkpointing": "full" if suited.is_recomputed else "none",
     }
     lines = [
         f"# A run of a {size.upper()} model. `fourfold train` reads it; --set section.field=value changes it."
