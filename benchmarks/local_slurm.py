@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: a controller, two node daemons and munge, all in a folder of their own."""
+"""A real Slurm of two nodes on this machine: a controller, two node daemons and munge, in a separate folder."""
 
 import os
 import secrets
@@ -17,7 +17,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 
 def why_not() -> str | None:
-    """What this machine lacks for a Slurm of its own."""
+    """Why this machine cannot run Slurm; None if it can."""
     missing = [name for name in NEEDED if not find(name)]
     if missing:
         return f"{', '.join(missing)} not found (Debian: slurmctld, slurmd, slurm-client, munge)"
@@ -45,13 +45,15 @@ class Daemons:
         self.start("slurmd", "-D", "-N", node, called=node)
 
     def lose_node(self, node: str) -> None:
-        """As if its power were off: its daemon and all that ran on it are gone, and nobody is told."""
+        """As after a power failure: kill its daemon and all of its processes, without any notification."""
         daemon = self._running.pop(node)
         daemon.kill()
         daemon.wait()
-        ours = {pid: parent for pid, parent, said in _processes() if f"SLURMD_NODENAME={node}" in said}
+        ours = {
+            pid: parent for pid, parent, variables in _processes() if f"SLURMD_NODENAME={node}" in variables
+        }
         steps = {parent for parent in ours.values() if _program(parent) == "slurmstepd"}
-        for pid in (*steps, *ours):  # those that would tell first
+        for pid in (*steps, *ours):  # first those that would report it
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -59,7 +61,7 @@ class Daemons:
         daemons = list(self._running.values())
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
-        # A controller that cannot save its state any more would try for long; nobody will ask for it.
+        # A controller that cannot save its state retries for long; the state is not needed.
         deadline_s = time.monotonic() + 5
         for daemon in daemons:
             try:
@@ -70,12 +72,12 @@ class Daemons:
 
 
 def _processes() -> Iterator[tuple[int, int, set[str]]]:
-    """(the process, its parent, its environment) of all on this machine."""
+    """(pid, parent, environment) of all processes on this machine."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            said = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            yield int(folder.name), parent, set(said)
+            variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            yield int(folder.name), parent, set(variables)
 
 
 def _program(pid: int) -> str:
@@ -86,7 +88,7 @@ def _program(pid: int) -> str:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Daemons]:
-    """While it lasts, sbatch and its kind talk to this cluster."""
+    """Run the cluster; inside the context, Slurm's commands use it."""
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
@@ -97,13 +99,13 @@ def slurm(folder: Path) -> Iterator[Daemons]:
     daemons = Daemons(folder)
     try:
         socket_file = folder / "munge.socket"
-        places = {"key": key, "pid": folder / "munge.pid", "seed": folder / "munge.seed"}
+        paths = {"key": key, "pid": folder / "munge.pid", "seed": folder / "munge.seed"}
         daemons.start(
             "munged",
             "--foreground",
             "--force",
             f"--socket={socket_file}",
-            *(f"--{name}-file={place}" for name, place in places.items()),
+            *(f"--{name}-file={path}" for name, path in paths.items()),
         )
         wait_until(socket_file.exists, "munge", 10)
         daemons.start("slurmctld", "-D")
@@ -138,10 +140,10 @@ def _config(folder: Path) -> str:
         "SchedulerParameters": "sched_interval=1,bf_interval=1",
         "MpiDefault": "none",
         "KillWait": 20,
-        # A node that is lost is missed soon, and taken back when it answers.
+        # A lost node is noticed soon, and accepted again when it responds.
         "SlurmdTimeout": 10,
         "ReturnToService": 2,
-        # A job of the partition "urgent" takes the nodes of others, which have a minute to save.
+        # A job of the partition "urgent" preempts others, which have a minute to save.
         "PreemptType": "preempt/partition_prio",
         "PreemptMode": "REQUEUE",
     }
@@ -169,12 +171,12 @@ def _free_ports(count: int) -> list[int]:
 
 
 def ask(*command: str) -> str:
-    """What a command says, or nothing while it fails."""
+    """The output of a command; empty while it fails."""
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def state(job: str) -> str:
-    """Such as RUNNING or COMPLETED."""
+    """The state of a job, such as RUNNING or COMPLETED."""
     for field in ask("scontrol", "--oneliner", "show", "job", job).split():
         if field.startswith("JobState="):
             return field.partition("=")[2]

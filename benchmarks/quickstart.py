@@ -1,6 +1,6 @@
-"""Does the README's quick start work, word by word, from an empty virtual environment to an exported model, in ten minutes?
+"""Does the README's quick start work exactly as written, from an empty virtual environment to an exported model, in ten minutes?
 
-Its script for an own loop runs after it, in the same environment.
+The script of "In your own loop" runs after it, in the same environment.
 
     python -m benchmarks.quickstart
     python -m benchmarks.quickstart --here      the environment that runs this, instead of a new one
@@ -36,13 +36,13 @@ def script(readme: str) -> str:
 
 
 def without_installing(block: str) -> str:
-    """What is left where the environment is there already."""
+    """The commands without those that create the environment."""
     kept = [line for line in block.splitlines() if not line.startswith(("pip install", "python3 -m venv"))]
     return "\n".join(kept) + "\n"
 
 
 def shell(block: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As a person would type it: nothing of the environment that runs this may help."""
+    """Run commands in a clean environment, without the one that runs this."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "OMP_"))}
     clean["PATH"] = os.pathsep.join(
         p for p in clean["PATH"].split(os.pathsep) if p != str(Path(sys.executable).parent)

@@ -1,8 +1,8 @@
-"""What does everything beside the steps cost? `fourfold train` against a bare loop, and saving against not saving.
+"""Overhead of a run: `fourfold train` compared with a bare loop, and saving compared with not saving.
 
-Both loops train the same model on the same rows in one process, a step of one after a step of the other, so that what the
-machine does besides hits both alike. The run is whole: data, clipping, console, metrics and TensorBoard. The bare loop is stock
-PyTorch on batches that wait in memory.
+Both loops train the same model on the same rows in one process, alternating steps, so that other load on the machine affects
+both equally. The run is complete: data, clipping, console, metrics and TensorBoard. The bare loop is stock PyTorch on batches
+that are in memory.
 
     tokens/s of the run at least 0.97 of the bare loop's
     ten steps, at the start of which a checkpoint is saved, at most 1.05 times ten steps without
@@ -26,13 +26,11 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.faults.traced_run import write_data
 from benchmarks.stock import Stock
 from fourfold.checkpoint import Checkpoints
 from fourfold.config.run_file import from_dict
 from fourfold.config.schema import RunConfig
-from fourfold.data.manifest import Manifest
-from fourfold.data.shards import ShardWriter, token_dtype
-from fourfold.data.tokenizer import TokenizerFacts
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.rendezvous import join_world
 from fourfold.train.callbacks import callbacks_of
@@ -44,18 +42,14 @@ EVERY = 10  # steps between two checkpoints
 
 
 def write_run(folder: Path, options: argparse.Namespace) -> RunConfig:
-    """Drawn tokens and a drawn model: only time is looked at."""
+    """Random tokens and a random model: only time is measured."""
     vocabulary = 8192
-    drawn = np.random.default_rng(0)
-    writers = {}
-    for split, documents in (("train", 400), ("validation", 20)):
-        (folder / "data" / split).mkdir(parents=True)
-        writer = ShardWriter(folder / "data", f"{split}/000000", token_dtype(vocabulary), 1 << 20)
-        for size in drawn.integers(200, 2000, documents):
-            writer.add(drawn.integers(1, vocabulary, size))
-        writer.close()
-        writers[split] = writer.shards
-    Manifest(TokenizerFacts("drawn", vocabulary, 0), "drawn", 0, writers).save(folder / "data")
+    random = np.random.default_rng(0)
+    documents = {
+        split: [random.integers(1, vocabulary, size) for size in random.integers(200, 2000, count)]
+        for split, count in (("train", 400), ("validation", 20))
+    }
+    write_data(folder / "data", vocabulary, documents)
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=options.hidden,
@@ -79,8 +73,8 @@ def write_run(folder: Path, options: argparse.Namespace) -> RunConfig:
     )
 
 
-class BareInTurns(Callback):
-    """After each step of the run, one of the bare loop; the seconds of both."""
+class AlternateBare(Callback):
+    """Does one step of the bare loop after each step of the run; the seconds of both."""
 
     def __init__(self, stock: Stock) -> None:
         self._stock = stock
@@ -101,8 +95,8 @@ class BareInTurns(Callback):
         self._returned_s = time.perf_counter()
 
 
-class SavesInTurns(Callback):
-    """Ten steps with a checkpoint at their start, ten without, again and again; the seconds of both."""
+class AlternateSaves(Callback):
+    """Alternates ten steps that start with a checkpoint and ten without; the seconds of both."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
@@ -114,11 +108,11 @@ class SavesInTurns(Callback):
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % EVERY:
             return
-        blocks = result.step // EVERY  # that are done; the first warms up
+        blocks = result.step // EVERY  # finished; the first is warm-up
         if blocks > 1:
             (self.saving_s if blocks % 2 == 0 else self.plain_s).append(time.perf_counter() - self._start_s)
         if blocks % 2 == 0:
-            self._checkpoints.wait()  # beside a block without a save, nothing may be written
+            self._checkpoints.wait()  # nothing may be written during a block without a save
         self._start_s = time.perf_counter()
         if blocks % 2 == 1 and not trainer.is_done:
             self._checkpoints.save(trainer.training)
@@ -126,7 +120,7 @@ class SavesInTurns(Callback):
 
 
 def alone(run: RunConfig, *callbacks: Callback) -> None:
-    """The run as `fourfold train` would have it, with more callbacks behind its own; what it prints goes nowhere."""
+    """Train as `fourfold train` does, with additional callbacks; its output is discarded."""
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         Trainer(run, Grid.create((1, 1, 1, 1)), [*callbacks_of(run), *callbacks]).train()
 
@@ -145,24 +139,25 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run = write_run(folder, options)
-        turns = BareInTurns(Stock(run))
-        alone(run, turns)
-        rate = statistics.median(bare / ours for bare, ours in zip(turns.bare_s, turns.run_s, strict=True))
+        both = AlternateBare(Stock(run))
+        alone(run, both)
+        rate = statistics.median(bare / ours for bare, ours in zip(both.bare_s, both.run_s, strict=True))
         tokens = run.batch.tokens
-        ours, bare = tokens / statistics.median(turns.run_s), tokens / statistics.median(turns.bare_s)
-        print(f"threads {torch.get_num_threads()}, {len(turns.run_s)} steps each, in turns")
+        ours, bare = tokens / statistics.median(both.run_s), tokens / statistics.median(both.bare_s)
+        print(f"threads {torch.get_num_threads()}, {len(both.run_s)} steps each, alternating")
         print(
-            f"fourfold train {ours:,.0f} tokens/s, bare loop {bare:,.0f}: {rate:.3f} (bar {RATE})", flush=True
+            f"fourfold train {ours:,.0f} tokens/s, bare loop {bare:,.0f}: {rate:.3f} (threshold {RATE})",
+            flush=True,
         )
 
         with Checkpoints(folder / "checkpoints", keep=2) as checkpoints:
-            saves = SavesInTurns(checkpoints)
+            saves = AlternateSaves(checkpoints)
             alone(run, saves)
         cost = statistics.median(a / b for a, b in zip(saves.saving_s, saves.plain_s, strict=False))
-        both = (statistics.median(saves.saving_s), statistics.median(saves.plain_s))
+        with_s, without_s = statistics.median(saves.saving_s), statistics.median(saves.plain_s)
         print(
-            f"{EVERY} steps with a checkpoint {both[0]:.2f} s, without {both[1]:.2f} s, {len(saves.saves)} saves: "
-            f"{cost:.3f} (bar {SAVING})"
+            f"{EVERY} steps with a checkpoint {with_s:.2f} s, without {without_s:.2f} s, {len(saves.saves)} saves: "
+            f"{cost:.3f} (threshold {SAVING})"
         )
     dist.destroy_process_group()
     holds = rate >= RATE and cost <= SAVING

@@ -1,4 +1,4 @@
-"""What the README and the docs tell a reader to type: blocks of code, and code inside of prose."""
+"""Commands in the README and the docs: code blocks, and code in prose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 
 @dataclass(frozen=True)
 class Code:
-    """A block, or (with no language) what stands between two backticks in prose."""
+    """A block, or (without a language) text between backticks in prose."""
 
     page: str
     line: int
@@ -55,14 +55,14 @@ def spans(page: str, text: str | None = None) -> list[Code]:
 
 
 def commands(block: Code) -> list[str]:
-    """One a line, continued lines joined, comments left out."""
+    """The commands of a block, with continued lines joined and comments removed."""
     lines = block.text.replace("\\\n", " ").splitlines()
     words = (" ".join(shlex.quote(word) for word in shlex.split(line, comments=True)) for line in lines)
     return [line for line in words if line]
 
 
 def site(name: str) -> ModuleType:
-    """A module of docs/site, which is no package: mkdocs reads it by its path."""
+    """A module of docs/site, which is not a package: mkdocs loads it by its path."""
     spec = spec_from_file_location(name, ROOT / f"docs/site/{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -71,15 +71,15 @@ def site(name: str) -> ModuleType:
     return module
 
 
-# -- by the parsers themselves --------------------------------------------------------------------------------------
+# -- with the real parsers ------------------------------------------------------------------------------------------
 
 
 class Parsed(Exception):
-    """Thrown where a program has parsed its arguments, and would begin to work."""
+    """Raised when a program has parsed its arguments."""
 
 
 def parse(main: Callable[[list[str]], Any], arguments: list[str]) -> argparse.Namespace:
-    """What a program's own parser makes of arguments; a ValueError if it refuses them."""
+    """Arguments parsed by a program's own parser; a ValueError if it rejects them."""
     original = argparse.ArgumentParser.parse_args
 
     def stop(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -94,11 +94,11 @@ def parse(main: Callable[[list[str]], Any], arguments: list[str]) -> argparse.Na
         return found
     except SystemExit:
         raise ValueError(said.getvalue().strip().splitlines()[-1]) from None
-    raise ValueError(f"{main.__module__} parses no arguments")
+    raise ValueError(f"{main.__module__} does not parse arguments")
 
 
 def check(command: str) -> None:
-    """Raise ValueError if a program of the project would not take this command."""
+    """Raise ValueError if the project's programs do not accept this command."""
     words = [word for word in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     if words[0] == "fourfold":
         _check_fourfold(words[1:])
@@ -116,11 +116,11 @@ def check(command: str) -> None:
     elif words[0] == "python":
         _check_script(words[1])
     else:
-        raise ValueError(f"nobody knows {words[0]!r}")
+        raise ValueError(f"{words[0]!r} is not a known program")
 
 
 def _check_fourfold(arguments: list[str]) -> None:
-    """The options, and what --set changes in a run's file."""
+    """Check the options, and the changes by --set."""
     values: dict[str, Any] = {"model": {"config": "a"}, "data": {"sources": [{"path": "b"}]}}
     for change in getattr(parse(fourfold, arguments), "set", []):
         apply(values, change)
@@ -148,7 +148,7 @@ def _check_module(name: str, arguments: list[str]) -> None:
         if arguments or name.startswith("benchmarks."):
             parse(main, arguments)
     else:
-        raise ValueError(f"{name} is no module of this project")
+        raise ValueError(f"{name} is not a module of this project")
 
 
 def _check_script(path: str) -> None:
@@ -157,7 +157,7 @@ def _check_script(path: str) -> None:
 
 
 def options_of_all() -> Iterator[str]:
-    """Every option that a command or a benchmark has."""
+    """Every option of all commands and benchmarks."""
 
     def collect(parser: argparse.ArgumentParser) -> Iterator[str]:
         for action in parser._actions:
@@ -175,7 +175,7 @@ def options_of_all() -> Iterator[str]:
 
 
 def is_name_of_a_command(words: list[str]) -> bool:
-    """`fourfold checkpoint`, `fourfold checkpoint ls`: named in prose, without what it needs."""
+    """Is it a command named in prose without its arguments, such as `fourfold checkpoint ls`?"""
     parser = site("hooks").parser_of(fourfold)
     for word in words:
         below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]

@@ -1,4 +1,4 @@
-"""A rank in tests of hosts that come and go: it notes how many there are, and saves nothing when it is asked to stop."""
+"""A rank in tests of elastic runs: it writes the world size, and exits without saving when told to stop."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The JobSet API, v1alpha2, as models that refuse what the API does not have; its Jobs are those of Kubernetes' client.
+"""The JobSet API, v1alpha2, as models that reject unknown fields; its Jobs are those of Kubernetes' client.
 
 After api/jobset/v1alpha2/jobset_types.go of kubernetes-sigs/jobset.
 """

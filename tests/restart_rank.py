@@ -1,4 +1,4 @@
-"""A rank in tests of restarts: it meets the others; in the first attempt one of them dies, in the second they end."""
+"""A rank in tests of restarts: in the first attempt one rank dies, in the second all end."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from fourfold.mesh.rendezvous import join_world
 def main(folder: Path) -> None:
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     join_world(timeout_s=30)
-    # A group of its own, as a run has: its addresses are in the store too.
+    # A separate group, as in a run: its addresses are in the store too.
     group = dist.new_group(backend="gloo")
     met = torch.ones(())
     dist.all_reduce(met, group=group)

@@ -1,6 +1,6 @@
-"""A rank in tests of launching: what `fourfold train` promises a batch system, without the training.
+"""A rank in tests of launching, which reacts to signals as `fourfold train` does, without training.
 
-It waits to be warned, then saves what it heard and ends with 85.
+It waits for a warning, then saves the received signals and exits with 85.
 """
 
 import json
@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-LIMIT_S = 120.0  # of a rank whose test has failed
+LIMIT_S = 120.0  # in case the test has failed
 
 
 def main(folder: Path) -> int:
     (folder / "young").touch()
-    import torch.distributed as dist  # takes seconds, in which a warning goes unheard
+    import torch.distributed as dist  # takes seconds, in which a warning is ignored
 
     heard: list[str] = []
     for warning in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
@@ -24,13 +24,13 @@ def main(folder: Path) -> int:
         (folder / "listening").touch()
         end = time.monotonic() + LIMIT_S
         while not heard:
-            assert time.monotonic() < end, "nobody warned this rank"
+            assert time.monotonic() < end, "this rank was not warned"
             time.sleep(0.05)
-        time.sleep(0.3)  # a save takes a while, and takes a second warning with a good grace
+        time.sleep(0.3)  # a save takes a while, in which a second warning may come
         (folder / "saved.json").write_text(json.dumps(heard))
         return 85
     finally:
-        dist.destroy_process_group()  # else its threads may abort the process, whatever its status is
+        dist.destroy_process_group()  # otherwise its threads may abort the process
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A host is cut off in the middle of a run, and returns: does the run go on without it, and then with it, by itself?
+"""A host is disconnected during a run and returns: does the run continue without it, and then with it, by itself?
 
-Four hosts of two ranks, each a network namespace with an agent of its own. One host's link is cut: the others notice, meet
-again and go on with three on the layout that the planner chooses for six ranks. The link is mended: the host's agent finds
-the others, the ranks save, and go on with four. The global batch is the same throughout, and so is the order of samples.
+Four hosts of two ranks, each a network namespace with its own agent. One host's link is cut: the others notice, hold a new
+rendezvous and continue on three hosts with the layout that the planner chooses for six ranks. The link is restored: the
+host's agent rejoins, the ranks save, and continue on four hosts. The global batch and the order of samples do not change.
 
     python -m benchmarks.faults.elastic RUN.toml      # one rank, under an agent
 """
@@ -26,11 +26,11 @@ from fourfold.planner.inputs.cluster import LIBRARIES, Cluster, Device, Links, t
 from fourfold.processes import CONTINUE
 
 RANKS_PER_HOST, SEQUENCES = 2, 24
-STEP_S = 0.1  # that a step takes at least: a run of small steps would have thousands of them
-TIMEOUT_S = 8.0  # of ranks for each other
-STEPS = 30  # at least: before, without the host, and after
+STEP_S = 0.1  # minimum of a step; otherwise there would be thousands
+TIMEOUT_S = 8.0  # of collectives
+STEPS = 30  # minimum before, without the host, and after
 FOREVER = 100_000
-LOSS_BAR = 0.01
+LOSS_LIMIT = 0.01
 PORT = 29600
 LIMIT_S = 600.0
 OTHERS = "none of the systems that we read re-plans a layout"
@@ -38,7 +38,7 @@ OTHERS = "none of the systems that we read re-plans a layout"
 
 def run(small: bool) -> Iterator[Row]:
     hosts = 2 if small else 4
-    name = f"one of {hosts} hosts is cut off, and returns"
+    name = f"one of {hosts} hosts is disconnected and returns"
     if reason := cluster.why_not():
         yield Row(name, reason, "network namespaces", False, OTHERS)
         return
@@ -51,7 +51,9 @@ def rows(name: str, folder: Path, hosts: int, steps: int) -> Iterator[Row]:
     with cluster.Cluster(hosts=hosts, mbit=None) as network:
         disturbed = Run(folder / "disturbed", network, FOREVER)
         disturbed.trains(steps, hosts)
-        attempt = disturbed.steps()[-1]["attempt"]  # before it, hosts may have begun before all were there
+        attempt = disturbed.steps()[-1][
+            "attempt"
+        ]  # earlier attempts may have started before all hosts had joined
         network.cut(hosts - 1)
         cut_s = time.time()
         disturbed.trains(steps, hosts - 1)
@@ -63,8 +65,8 @@ def rows(name: str, folder: Path, hosts: int, steps: int) -> Iterator[Row]:
     last = lines[-1]["step"]
     grids = disturbed.grids(attempt)
     yield Row(
-        f"{name}: the run goes on with {hosts - 1} on another layout, and then with {hosts}",
-        " -> ".join(grids) + f"; agents end with {codes}",
+        f"{name}: the run continues on {hosts - 1} with another layout, and then on {hosts}",
+        " -> ".join(grids) + f"; agents exit with {codes}",
         "by itself",
         len(grids) == 3 and grids[0] == grids[2] and set(codes) == {CONTINUE},
         OTHERS,
@@ -77,9 +79,9 @@ def rows(name: str, folder: Path, hosts: int, steps: int) -> Iterator[Row]:
     useful_s = sum(step_seconds(lines).values())
     elapsed_s = lines[-1]["time"] - lines[0]["time"]
     yield Row(
-        f"{name}: goodput, useful of all seconds",
+        f"{name}: goodput, useful fraction of all seconds",
         f"{useful_s / elapsed_s:.0%} of {elapsed_s:.0f} s; first step {without - cut_s:.1f} s after the cut (of which "
-        f"{TIMEOUT_S:g} s time-out), {back - mended_s:.1f} s after the return; {again} steps done twice",
+        f"{TIMEOUT_S:g} s timeout), {back - mended_s:.1f} s after the return; {again} steps repeated",
         "printed",
         True,
         ">90 % (Llama 3), 97 % (ByteRobust), with hours between failures",
@@ -90,15 +92,15 @@ def rows(name: str, folder: Path, hosts: int, steps: int) -> Iterator[Row]:
     mine, theirs = disturbed.losses(), undisturbed.losses()
     worst = max((abs(mine[s] - theirs[s]) / theirs[s] for s in theirs if s in mine), default=1.0)
     yield Row(
-        f"{name}: the loss, against the undisturbed run's",
+        f"{name}: the loss, compared with the undisturbed run",
         f"at most {worst:.2%} apart over {len(theirs)} steps",
-        f"<= {LOSS_BAR:.0%}",
-        mine.keys() == theirs.keys() and worst <= LOSS_BAR and not any(codes),
+        f"<= {LOSS_LIMIT:.0%}",
+        mine.keys() == theirs.keys() and worst <= LOSS_LIMIT and not any(codes),
     )
 
 
 def step_seconds(lines: list[Line]) -> dict[int, float]:
-    """What each step took, the time that it was done last; the first of an attempt has nothing before it."""
+    """Seconds of each step, from its last execution; the first step of an attempt is left out."""
     seconds: dict[int, float] = {}
     for before, line in itertools.pairwise(lines):
         if before["attempt"] == line["attempt"] and line["step"] == before["step"] + 1:
@@ -142,7 +144,7 @@ class Run:
         return self._network.start(host, ["sh", "-c", 'exec "$@" 2>&1', "sh", *command], self._log)
 
     def trains(self, steps: int, hosts: int) -> None:
-        """Until so many more steps are done, with so many hosts."""
+        """Wait until N more steps are done with this number of hosts."""
         end_s = time.monotonic() + LIMIT_S
         before = len(self.steps())
         while sum(step["ranks"] == RANKS_PER_HOST * hosts for step in self.steps()[before:]) < steps:
@@ -161,11 +163,11 @@ class Run:
         return [agent.wait(LIMIT_S) for agent in self._agents]
 
     def steps(self) -> list[Line]:
-        """Of rank 0, in the order they were done."""
+        """The steps of rank 0, in the order of execution."""
         return [line for line in traced_run.traces(self._logs).get(0, []) if "step" in line]
 
     def grids(self, attempt: int) -> list[str]:
-        """One after the other since an attempt, each time that there was another."""
+        """The different grids since an attempt, in order."""
         found: list[str] = []
         for line in traced_run.traces(self._logs).get(0, []):
             if "grid" in line and line["attempt"] >= attempt and line["grid"] != (found or [""])[-1]:
@@ -177,7 +179,7 @@ class Run:
 
 
 def emulated() -> Cluster:
-    """Hosts of this machine, in round numbers; it is the order of layouts that counts, not their seconds."""
+    """The emulated hosts in round numbers; only the ranking of layouts matters, not their seconds."""
     device = Device(
         "a core", best_tflops=0.05, memory_gib=1.0, memory_tbps=0.01, multiprocessors=1, launch_us=20.0
     )
@@ -193,7 +195,7 @@ def rank_main(file: Path) -> int:
     from fourfold.train.run import train
 
     config = load_run(file)
-    # Attempts are told apart by when they begin: agents that came later count fewer.
+    # Attempts are identified by their start time, since agents that joined later count fewer.
     trace = traced_run.Trace(config, int(time.time() * 1000), slow_s=STEP_S)
     return 0 if train(config, [trace]) else CONTINUE
 

@@ -1,8 +1,8 @@
-"""Files from somebody who means harm: checkpoints, weights, data and configurations that lie, and what reads them.
+"""Hostile files: malicious checkpoints, weights, data and configurations, and the code that reads them.
 
-One process reads all of them under watch: Python's audit events tell of every file that is opened, all code that is run
-and every class that a pickle asks for; a limit on the address space ends what allocates without bound. With ``broken``
-they are read as stock PyTorch and a trusting reader would.
+One process reads all of them with Python's audit events, which report every opened file, all executed code and every class
+requested by a pickle; a limit on the address space stops unbounded allocations. With ``broken`` they are read as stock
+PyTorch and a trusting reader would.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from benchmarks.faults.row import Row
 from benchmarks.memory import resident_mb
 from benchmarks.ranks import RankPool
 
-ROOM_BYTES = 512 * 2**20  # of address space above what there is already
-GROWTH_MB = 64.0  # of memory, over the whole corpus
+ROOM_BYTES = 512 * 2**20  # of address space in addition to the current size
+GROWTH_MB = 64.0  # memory growth over the corpus
 FUZZED = 1500
-# What no reader of files has to do; `exec` is asked for whose code it is.
+# Events that no file reader needs; `exec` is checked by the origin of its code.
 FORBIDDEN = {
     "os.system",
     "os.exec",
@@ -53,10 +53,10 @@ def rows(pool: RankPool, folder: Path, fuzzed: int, broken: bool) -> Iterator[Ro
         f"{len(seen['executed'])} {first}".strip(),
         "0",
         not seen["executed"],
-        "PyTorch 2.13's DCP runs what is planted in `.metadata` (measured with torch 2.13, one machine, no Fourfold)",
+        "PyTorch 2.13's DCP runs code in `.metadata` (measured with torch 2.13, one machine, no Fourfold)",
     )
     yield Row(
-        f"{what}: files opened outside of their folder",
+        f"{what}: files opened outside their folder",
         f"{len(seen['escaped'])} {seen['escaped'][0] if seen['escaped'] else ''}".strip(),
         "0",
         not seen["escaped"],
@@ -70,26 +70,26 @@ def rows(pool: RankPool, folder: Path, fuzzed: int, broken: bool) -> Iterator[Ro
         "none found",
     )
     yield Row(
-        f"{what}: read, or refused in words",
-        f"{seen['cases'] - len(seen['crashed'])}/{seen['cases']}, {seen['refused']} refused"
+        f"{what}: read, or rejected with a message",
+        f"{seen['cases'] - len(seen['crashed'])}/{seen['cases']}, {seen['rejected']} rejected"
         + (f"; {seen['crashed'][0]}" if seen["crashed"] else ""),
-        "all, at least half refused",
-        not seen["crashed"] and seen["refused"] >= seen["cases"] / 2,
+        "all, at least half rejected",
+        not seen["crashed"] and seen["rejected"] >= seen["cases"] / 2,
         "none found",
     )
 
 
 class Guard:
-    """An audit hook cannot be taken away again, so it looks only while it is ``on``."""
+    """An audit hook, which cannot be removed and therefore records only while it is ``on``."""
 
     def __init__(self, inside: Path, outside: Path) -> None:
         self._inside, self._outside = str(inside), (str(outside), "/etc/passwd")
         self.on = False
         self.executed: list[str] = []
         self.escaped: list[str] = []
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._record)
 
-    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+    def _record(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.on:
             return
         if event in FORBIDDEN:
@@ -103,13 +103,13 @@ class Guard:
 
 
 def read_corpus(file: str, folder: str, fuzzed: int, broken: bool) -> dict[str, Any]:
-    """On one rank: make the corpus case by case, read it, and say what was seen."""
+    """On one rank: create and read the corpus case by case; what was observed."""
     corpus = Corpus(Path(file), Path(folder))
     guard = Guard(corpus.inside, corpus.outside)
-    refused, crashed, cases = 0, [], 0
-    for read in corpus.readers():  # what readers import and cache is no growth
+    rejected, crashed, cases = 0, [], 0
+    for read in corpus.readers():  # imports and caches of readers do not count as growth
         read()
-    # The kernel's way to reset VmHWM: what this rank held in earlier work is no measure.
+    # Reset VmHWM, which includes this rank's earlier work.
     Path("/proc/self/clear_refs").write_text("5")
     before_mb = resident_mb("VmHWM")
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -127,17 +127,17 @@ def read_corpus(file: str, folder: str, fuzzed: int, broken: bool) -> dict[str, 
             try:
                 read()
             except (ValueError, OSError):
-                refused += 1
+                rejected += 1
             except Exception as error:
                 crashed.append(f"{name}: {error!r:.200}")
             finally:
                 guard.on = False
     grown_mb = resident_mb("VmHWM") - before_mb
     if corpus.marker.exists():
-        guard.executed.append(f"{corpus.marker} is there")
+        guard.executed.append(f"{corpus.marker} exists")
     return {
         "cases": cases,
-        "refused": refused,
+        "rejected": rejected,
         "crashed": crashed,
         "executed": guard.executed,
         "escaped": guard.escaped,

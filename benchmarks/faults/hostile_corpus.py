@@ -1,7 +1,7 @@
-"""The hostile files: each is made in its place, read, and put right again.
+"""The hostile files: each is created in its place, read, and restored.
 
-What is made: pickles that would run, claims of more than there is, names that lead elsewhere, code beside a model, and
-values replaced, removed, renamed and doubled at drawn places.
+They are pickles that would execute code, headers that claim too many bytes, names that lead out of the folder, code next to
+a model, and values replaced, removed, renamed and duplicated at random positions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NASTY: list[Any] = [
     ),
     *([], {}, [0], [[0]], [-1], [0, 2**62], [10**9] * 60, {"a": {"a": {}}}),
 ]
-Case = tuple[str, Callable[[], None]]  # its name, and who reads it
+Case = tuple[str, Callable[[], None]]  # its name and its reader
 
 
 class Bomb:
@@ -65,7 +65,7 @@ class Bomb:
 
 
 class Corpus:
-    """Everything lies in ``inside``; what must not be touched in ``outside``, beside it."""
+    """The files are in ``inside``; files that must not be opened are in ``outside``, next to it."""
 
     def __init__(self, file: Path, folder: Path) -> None:
         self.inside, self.outside, self.marker = folder / "inside", folder / "outside", folder / "executed"
@@ -84,7 +84,7 @@ class Corpus:
         shutil.copytree(self._checkpoint / "step-1", self._saved)
         self._data_manifest = json.loads((self._data / "manifest.json").read_text())
         self._restore()
-        # Whoever follows a name out of its folder finds what it looks for.
+        # A reader that follows a name out of its folder finds a valid file.
         shutil.copy(self._saved / VALUES, self.outside / VALUES)
         shutil.copy(self._weights, self.outside / "model.safetensors")
         shard = self._data / self._data_manifest["shards"]["train"][0]["name"]
@@ -106,13 +106,13 @@ class Corpus:
         size = len(text) if length is None else length
         self._weights.write_bytes(size.to_bytes(8, "little") + text + bytes(32))
 
-    # -- who reads ----------------------------------------------------------------------------------------------------
+    # -- readers ------------------------------------------------------------------------------------------------------
 
     def readers(self) -> list[Callable[[], None]]:
         return [self.read_checkpoint, self.read_weights, self.read_data, self.read_model, self.read_run]
 
     def read_checkpoint(self) -> None:
-        """All that a load does with the files, without a model."""
+        """Everything that a load does with the files, without a model."""
         root = open_folder(self._checkpoint)
         if damage := find_damage(root.child("step-1"), 1):
             raise ValueError(damage[0])
@@ -149,7 +149,7 @@ class Corpus:
     def read_run(self) -> None:
         load_run(self._toml)
 
-    # -- what they read -----------------------------------------------------------------------------------------------
+    # -- hostile files ------------------------------------------------------------------------------------------------
 
     def cases(self, fuzzed: int, broken: bool) -> Iterator[Case]:
         makers = [
@@ -181,10 +181,10 @@ class Corpus:
         yield "pickle as weights", self.read_weights
 
     def _claims(self, broken: bool) -> Iterator[Case]:
-        """Of more than there is."""
+        """Headers that claim more bytes than the file has."""
         for length in (0, 1, 2**31, 2**40, 2**63, 2**64 - 1):
             self._write_weights(HEADER, length)
-            if broken:  # as much as it says, within what this machine has
+            if broken:  # as much as the header claims, limited to 256 MiB
                 yield f"header of {length}", lambda length=length: bytearray(min(length, 2**28)) and None  # type: ignore[misc]
             else:
                 yield f"header of {length}", self.read_weights
@@ -198,7 +198,7 @@ class Corpus:
             yield f"model with {config}", self.read_model
         self._toml.write_text("a = " + "[" * 100_000)
         yield "run of brackets", self.read_run
-        os.truncate(self._toml, 2**34)  # sparse: no disk is used
+        os.truncate(self._toml, 2**34)  # sparse: uses no disk space
         yield "run of 16 GiB", self.read_run
         for file in (self._checkpoint / "step-1" / "state.json", self._data / "manifest.json"):
             os.truncate(file, 2**34)
@@ -208,7 +208,7 @@ class Corpus:
             )
 
     def _names(self) -> Iterator[Case]:
-        """That lead elsewhere."""
+        """Names that lead out of the folder."""
         index = self._checkpoint / "step-1" / "index.json"
         for name in (
             f"../../../outside/{VALUES}",
@@ -237,7 +237,7 @@ class Corpus:
         yield "a pipe", self.read_checkpoint
 
     def _code(self) -> Iterator[Case]:
-        """Beside a model."""
+        """Code next to a model."""
         for read in (self.read_model, self.read_tokenizer):
             (self._model / "planted.py").write_text(PLANTED.format(marker=str(self.marker)))
             auto = {"AutoConfig": "planted.Config", "AutoTokenizer": ["planted.Config", "planted.Config"]}
@@ -251,7 +251,7 @@ class Corpus:
         yield "attention from the hub", self.read_model
 
     def _fuzz(self, count: int) -> Iterator[Case]:
-        """Values replaced, removed, renamed and doubled, in files whose hashes fit."""
+        """Values replaced, removed, renamed and duplicated, in files with valid hashes."""
         step = self._checkpoint / "step-1"
         for seed in range(count):
             choose = random.Random(seed)
@@ -291,7 +291,7 @@ class Corpus:
                 yield f"{kind} {seed}", self.read_run
 
     def _rehash(self, more: dict[str, FileRecord] | None = None) -> None:
-        """As the author of a hostile checkpoint would: its manifest fits its files."""
+        """Update the manifest, as the author of a hostile checkpoint would."""
         folder = self._checkpoint / "step-1"
         files = {
             path.name: FileRecord(

@@ -1,8 +1,8 @@
-"""Numbers that go bad, in real training of a small model: how soon each is found, whether it is named, and false alarms.
+"""Bad values and slow ranks in real training of a small model: detection delay, correct rank, false alarms.
 
-A gradient that is no number, one that is far too large, a flipped bit of one replica's weights, a rank that is slow by a
-fifth of its step. Each falls on a drawn rank in a drawn step; a run without faults has to say nothing. With ``broken``
-the watchers are not there.
+A NaN gradient, a gradient that is far too large, a flipped bit of one replica's weights, a rank that is slower by a fifth
+of its step. Each is injected on a random rank in a random step; a run without faults must not report anything. With
+``broken`` the callbacks that detect them are left out.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Shape = tuple[int, int, int, int]
 WITHIN = 20  # steps
 SLOWER = 0.2  # of a usual step
 LONGEST = 60  # steps of a disturbed run
-# Steps of some tenths of a second: a fifth of 20 of them has to be more than what a shared machine adds by chance.
+# Steps of tenths of a second: a fifth of 20 of them has to exceed the noise of a shared machine.
 SEQUENCES = {"slow": 768, "clean": 768}
-WATCHERS = (BadSteps, ReplicaConsistencyCheck, Stragglers)
-Line = tuple[int, str]  # in which step, and what was said
+DETECTORS = (BadSteps, ReplicaConsistencyCheck, Stragglers)
+Line = tuple[int, str]  # the step and the printed message
 
 
 def run(small: bool, broken: bool = False) -> Iterator[Row]:
@@ -49,7 +49,7 @@ def run(small: bool, broken: bool = False) -> Iterator[Row]:
 def rows(pool: RankPool, folder: Path, trials: int, clean_steps: int, broken: bool) -> Iterator[Row]:
     others = "NaN guards: OLMo-core, Megatron; none names a replica (a reading of their sources)"
     for what, shape, action in (
-        ("a gradient is no number", (1, 2, 1, 2), "nan"),
+        ("a gradient is NaN", (1, 2, 1, 2), "nan"),
         ("a gradient is 10,000 times too large", (1, 2, 1, 2), "spike"),
         ("a bit of one of three replicas is flipped", (3, 1, 1, 1), "flip"),
         (f"a rank of two is slower by {SLOWER:.0%}", (2, 1, 1, 1), "slow"),
@@ -82,7 +82,7 @@ def disturbed(
     seed: int,
     broken: bool,
 ) -> int | None:
-    """In how many steps the fault was found and named; None if it never was."""
+    """The number of steps until the fault was detected and named; None if it never was."""
     ranks, choose = dist_size(shape), random.Random(f"{action} {seed}")
     rank, step = choose.randrange(ranks), choose.randint(AT_LEAST + 2, LONGEST - WITHIN - 2)
     file = traced_run.write(folder, sequences=SEQUENCES.get(action, 24))
@@ -94,7 +94,7 @@ def disturbed(
         faults = [Fault("flip", "step", rank, step, seed=seed)]
         named = rf"the weights of rank {rank} are not those"
     else:
-        # A gradient that is too large on one rank is so on all, once it is summed.
+        # After the reduction, a gradient that is too large on one rank is too large on all.
         on = [rank] if action == "nan" else range(ranks)
         faults = [Fault(action, "gradients", r, step, seed=seed) for r in on]
         named = rf"step {step} left the weights as they are"
@@ -117,20 +117,20 @@ def dist_size(shape: Shape) -> int:
 # -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
-class Listen(Callback):
-    """What was said in which step; last among the callbacks."""
+class Recorder(Callback):
+    """Records the printed messages of each step; last among the callbacks."""
 
     def __init__(self, said: StringIO) -> None:
         self._said, self.lines = said, []  # type: tuple[StringIO, list[Line]]
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        self._hear(result.step)
+        self._collect(result.step)
 
     def on_rollback(self, trainer: Trainer) -> None:
-        # Said when it went back; the step it was in is in the text.
-        self._hear(None)
+        # Printed at the rollback; the text has the step.
+        self._collect(None)
 
-    def _hear(self, step: int | None) -> None:
+    def _collect(self, step: int | None) -> None:
         for text in self._said.getvalue().splitlines():
             found = re.match(r"step (\d+)", text)
             at = int(found[1]) if found else step
@@ -140,31 +140,31 @@ class Listen(Callback):
 
 
 def train(file: str, shape: Shape, faults: Sequence[Fault], steps: int, broken: bool) -> list[Line]:
-    grid = [f"grid.{axis}={size}" for axis, size in zip(("data", "z", "y", "x"), shape, strict=True)]
     saves = any(fault.action == "flip" for fault in faults)
-    config = load_run(Path(file), [*grid, f"schedule.steps={steps}", "checkpoints.every_steps=10"])
-    watchers = [] if broken else [c for c in callbacks_of(config) if isinstance(c, WATCHERS)]
-    assert broken or {type(watcher) for watcher in watchers} == set(WATCHERS)
+    config = load_run(
+        Path(file), [*traced_run.grid_changes(shape), f"schedule.steps={steps}", "checkpoints.every_steps=10"]
+    )
+    detectors = [] if broken else [c for c in callbacks_of(config) if isinstance(c, DETECTORS)]
+    assert broken or {type(detector) for detector in detectors} == set(DETECTORS)
     with redirect_stderr(StringIO()) as said:
-        listen = Listen(said)
-        trainer = Trainer(config, Grid.create(shape), [Injector(faults), *watchers, listen])
+        recorder = Recorder(said)
+        trainer = Trainer(config, Grid.create(shape), [Injector(faults), *detectors, recorder])
         with Checkpoints(config.checkpoints.folder) if saves else nullcontext() as checkpoints:
             trainer.train(checkpoints)
-        listen._hear(steps)
-    return listen.lines
+        recorder._collect(steps)
+    return recorder.lines
 
 
 def usual(file: str, shape: Shape) -> list[float]:
-    """What steps take of this rank's own time, in a run without a fault."""
-    grid = [f"grid.{axis}={size}" for axis, size in zip(("data", "z", "y", "x"), shape, strict=True)]
+    """This rank's own seconds per step in a run without a fault."""
     watch = Own(1, 1e9)
-    config = load_run(Path(file), [*grid, "schedule.steps=15"])
+    config = load_run(Path(file), [*traced_run.grid_changes(shape), "schedule.steps=15"])
     Trainer(config, Grid.create(shape), [watch]).train()
     return watch.own_s[5:]
 
 
 class Own(Stragglers):
-    """Keeps the times that it would judge by."""
+    """Keeps the times that it compares."""
 
     def __init__(self, every_steps: int, factor: float) -> None:
         super().__init__(every_steps, factor)

@@ -1,8 +1,8 @@
-"""A peer dies, or hangs: how soon the others are out, and whether the report names the rank, the axis and the module.
+"""A peer dies or hangs: how soon the others exit, and whether the report names the rank, the axis and the module.
 
-What is right is known from the rank itself: before it stops it writes down which collectives it had started and which were
-done; from an undisturbed run it is known which would have come next on each axis. The report has to name one of those
-that were under way, or the next one. With ``broken`` nobody watches.
+The expected answer comes from the rank itself: before it stops, it writes which collectives it has started and which were
+finished; an undisturbed run gives the next collective on each axis. The report has to name one that was in flight, or
+the next one. With ``broken`` the hang watch is switched off.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from fourfold.train.resilience.hang.place import in_words
 Shape = tuple[int, int, int, int]
 GRIDS: tuple[Shape, ...] = ((1, 2, 1, 2), (2, 1, 2, 1))
 TIMEOUT_S = 3.0
-GIVE_UP_S = 8.0  # more than that, and they are not out
-DEAD_BAR_S, HUNG_BAR_S = 1.0, TIMEOUT_S + 1.0
+GIVE_UP_S = 8.0  # ranks that take longer count as hung
+DEAD_LIMIT_S, HUNG_LIMIT_S = 1.0, TIMEOUT_S + 1.0
 STEPS = 8
 STOPS = ("step", "forward", "collective", "gradients", "optimizer")
 
@@ -55,18 +55,18 @@ def rows(pool: RankPool, folder: Path, trials: int, broken: bool) -> Iterator[Ro
     file = traced_run.write(folder / "run")
     dead = [trial(pool, file, folder / f"dead-{n}", "kill", n, {}, broken) for n in range(trials)]
     yield time_row(
-        f"a rank is killed, {trials} times on 4 ranks: all others are out",
+        f"a rank is killed, {trials} times on 4 ranks: all others exit",
         dead,
-        DEAD_BAR_S,
+        DEAD_LIMIT_S,
         "Gloo: 33 ms until the others see an error; no report (measured with torch 2.13, one machine, no Fourfold)",
     )
     sequences = {shape: pool.run(collective_order, 4, str(file), shape) for shape in GRIDS[:trials]}
     hung = [trial(pool, file, folder / f"hung-{n}", "stop", n, sequences, broken) for n in range(trials)]
     yield time_row(
-        f"a rank hangs, {trials} times on 4 ranks, time-out {TIMEOUT_S:g} s: all others are out",
+        f"a rank hangs, {trials} times on 4 ranks, timeout {TIMEOUT_S:g} s: all others exit",
         hung,
-        HUNG_BAR_S,
-        "Gloo: the time-out + 30 ms; a DeviceMesh's groups: 30 minutes, whatever was set (measured with torch 2.13, one machine, no Fourfold)",
+        HUNG_LIMIT_S,
+        "Gloo: the timeout + 30 ms; a DeviceMesh's groups: 30 minutes, whatever was set (measured with torch 2.13, one machine, no Fourfold)",
     )
     wrong = [t.wrong for t in hung if t.wrong]
     yield all_right(
@@ -77,25 +77,25 @@ def rows(pool: RankPool, folder: Path, trials: int, broken: bool) -> Iterator[Ro
     )
 
 
-def time_row(what: str, trials: Sequence[Trial], bar_s: float, others: str) -> Row:
+def time_row(what: str, trials: Sequence[Trial], limit_s: float, others: str) -> Row:
     longest = max(t.longest_s for t in trials)
     middle = sorted(t.longest_s for t in trials)[len(trials) // 2]
     return Row(
         what,
-        f"{longest:.2f} s at most, {middle:.2f} s in the middle",
-        f"{bar_s:g} s",
-        longest <= bar_s,
+        f"{longest:.2f} s at most, {middle:.2f} s median",
+        f"{limit_s:g} s",
+        longest <= limit_s,
         others,
     )
 
 
 @dataclass(frozen=True)
 class Trial:
-    longest_s: float  # until the last of the others was out
-    wrong: str = ""  # of the report
+    longest_s: float  # until the last of the others has exited
+    wrong: str = ""  # in the report
 
 
-def drawn(action: Any, number: int) -> tuple[Shape, Fault]:
+def random_fault(action: Any, number: int) -> tuple[Shape, Fault]:
     choose = random.Random(f"{action} {number}")
     at: Any = choose.choice(STOPS)
     nth = choose.randint(1, 12) if at in ("forward", "collective") else 1
@@ -112,11 +112,11 @@ def trial(
     sequences: dict[Shape, list[Any]],
     broken: bool = False,
 ) -> Trial:
-    shape, fault = drawn(action, number)
+    shape, fault = random_fault(action, number)
     folder.mkdir()
     others = [rank for rank in range(4) if rank != fault.rank]
-    with ThreadPoolExecutor() as beside:
-        ends = beside.submit(wait_for_ends, folder, others)
+    with ThreadPoolExecutor() as executor:
+        ends = executor.submit(wait_for_ends, folder, others)
         with suppress(RankError):
             pool.run(
                 train_until_lost,
@@ -128,7 +128,7 @@ def trial(
                 broken,
                 timeout_s=30 if broken else 120,
             )
-    noted = list((folder / "spent").glob("*"))
+    noted = list((folder / "faults").glob("*"))
     if not noted:
         return Trial(math.inf, f"{fault} did not happen")
     took_s = [end_s - noted[0].stat().st_mtime for end_s in ends.result().values()]
@@ -137,12 +137,12 @@ def trial(
 
 
 def wait_for_ends(folder: Path, ranks: Sequence[int]) -> dict[int, float]:
-    """When the processes of these ranks ended; those that had not `GIVE_UP_S` after the fault are left out."""
+    """When the processes of these ranks exited; those that run `GIVE_UP_S` after the fault are left out."""
     found: dict[int, float] = {}
     deadline_s = time.time() + 110
     while len(found) < len(ranks) and time.time() < deadline_s:
         time.sleep(0.005)
-        for note in (folder / "spent").glob("*"):
+        for note in (folder / "faults").glob("*"):
             deadline_s = note.stat().st_mtime + GIVE_UP_S
         for rank in ranks:
             file = folder / f"process-{rank}"
@@ -160,7 +160,7 @@ def wait_for_ends(folder: Path, ranks: Sequence[int]) -> dict[int, float]:
 
 
 class Diary(Callback):
-    """An observer of collectives of its own: in words, by axis; apart from what is tested here."""
+    """Records the collectives of each axis, independently of the code under test."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -185,35 +185,35 @@ class Diary(Callback):
     def failed(self, flight: InFlightCollective, error: Exception) -> None: ...
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        time.sleep(0.05)  # steps long enough for signs of life between them
+        time.sleep(0.05)  # long enough for heartbeats between steps
 
     def write(self) -> None:
-        """What this rank has begun, and what of it may not be done: before it stops."""
+        """Write which collectives this rank has started, and which may not be finished."""
         assert self._folder is not None
         begun = {axis: len(words) for axis, words in self.words.items()}
-        under_way = [(axis, number) for axis, number, _ in self._flights]
-        (self._folder / "diary.json").write_text(json.dumps({"begun": begun, "under way": under_way}))
+        in_flight = [(axis, number) for axis, number, _ in self._flights]
+        (self._folder / "diary.json").write_text(json.dumps({"begun": begun, "in flight": in_flight}))
 
 
-class Noting(Injector):
+class RecordingInjector(Injector):
     """Writes the diary before each fault."""
 
-    def __init__(self, fault: Fault, diary: Diary, spent: Path) -> None:
-        super().__init__([fault], spent=spent)
+    def __init__(self, fault: Fault, diary: Diary, record: Path) -> None:
+        super().__init__([fault], record=record)
         self._fault, self._diary = fault, diary
 
     @contextmanager
     def around_run(self, trainer: Trainer) -> Iterator[None]:
         with super().around_run(trainer):
-            meet = self._planted.meet
+            trigger = self._faults.trigger
             mine = self._fault.rank == dist.get_rank()
 
-            def noting(at: Any, name: str = "", step: int | None = None) -> list[Fault]:
-                if mine and self._fault.matches(at, self._planted.step if step is None else step, name):
+            def recording(at: Any, name: str = "", step: int | None = None) -> list[Fault]:
+                if mine and self._fault.matches(at, self._faults.step if step is None else step, name):
                     self._diary.write()
-                return meet(at, name, step)
+                return trigger(at, name, step)
 
-            self._planted.meet = noting  # type: ignore[method-assign]
+            self._faults.trigger = recording  # type: ignore[method-assign]
             yield
 
 
@@ -222,7 +222,9 @@ def train_until_lost(file: str, shape: Shape, fault: Fault, folder: str, broken:
     diary = Diary(where)
     watch = [] if broken else [HangWatch(TIMEOUT_S, 60.0, where / "hang")]
     trainer = Trainer(
-        config(file, shape), Grid.create(shape), [diary, *watch, Noting(fault, diary, where / "spent")]
+        config(file, shape),
+        Grid.create(shape),
+        [diary, *watch, RecordingInjector(fault, diary, where / "faults")],
     )
     (where / f"process-{dist.get_rank()}").write_text(str(os.getpid()))
     try:
@@ -238,15 +240,14 @@ def collective_order(file: str, shape: Shape) -> dict[str, list[str]]:
 
 
 def config(file: str, shape: Shape) -> Any:
-    grid = [f"grid.{axis}={size}" for axis, size in zip(("data", "z", "y", "x"), shape, strict=True)]
-    return load_run(Path(file), [*grid, f"schedule.steps={STEPS}"])
+    return load_run(Path(file), [*traced_run.grid_changes(shape), f"schedule.steps={STEPS}"])
 
 
-# -- what is right -----------------------------------------------------------------------------------------------------
+# -- checks of the report -----------------------------------------------------------------------------------------------------
 
 
 def wrong_with(folder: Path, fault: Fault, shape: Shape, sequences: list[dict[str, list[str]]] | None) -> str:
-    """What the report does not name as it was; nothing, if all is right."""
+    """What is wrong in the report; empty if it is right."""
     if sequences is None:
         return ""
     summary = folder / "hang" / "summary.txt"
@@ -260,7 +261,7 @@ def wrong_with(folder: Path, fault: Fault, shape: Shape, sequences: list[dict[st
     own = sequences[fault.rank]
     begun = {axis: diary["begun"].get(axis, 0) for axis in own}
     expected = {own[axis][count] for axis, count in begun.items() if count < len(own[axis])}
-    expected |= {own[axis][number - 1] for axis, number in diary["under way"]}
+    expected |= {own[axis][number - 1] for axis, number in diary["in flight"]}
     if found["words"] not in expected:
-        return f"{fault}: the report says {found['words']!r}, and it was one of {sorted(expected)}"
+        return f"{fault}: the report says {found['words']!r}, and not one of {sorted(expected)}"
     return ""

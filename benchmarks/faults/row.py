@@ -1,4 +1,4 @@
-"""One promise: what was done, what came of it, the bar, and what others show."""
+"""One row of the table: what was tested, the result, the threshold, and results of others."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; ``others`` is the figure that the field's best or the bare engine shows, with its source."""
+    """One row; ``others`` is the best published result or that of PyTorch alone, with its source."""
 
     what: str
-    figure: str
-    bar: str
+    result: str
+    threshold: str
     holds: bool
     others: str = ""
 
 
 def all_right(what: str, tried: int, wrong: Sequence[str], others: str) -> Row:
-    """Every trial has to end well; the first that did not is shown."""
-    figure = f"{tried - len(wrong)}/{tried}" + (f", not {wrong[0]}" if wrong else "")
-    return Row(what, figure, "all", tried > 0 and not wrong, others)
+    """A row in which every trial has to succeed; it shows the first that did not."""
+    result = f"{tried - len(wrong)}/{tried}" + (f", not {wrong[0]}" if wrong else "")
+    return Row(what, result, "all", tried > 0 and not wrong, others)
 
 
-# A part yields its rows as they are known; with True it is the small version, which the tests run. One that takes
-# ``broken`` can switch off what protects.
+# A part yields its rows as they are known; with True it is the small version, which the tests run. A part that takes
+# ``broken`` can switch off the protection.
 Part = Callable[..., Iterator[Row]]

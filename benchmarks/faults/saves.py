@@ -1,7 +1,7 @@
-"""Checkpoints under fire: saves cut short after each system call, files damaged, disks that fail.
+"""Faults of checkpoints: saves interrupted after each system call, damaged files, failing disks.
 
-With ``broken`` what protects a checkpoint is switched off, so that one sees each row go past its bar: files in place
-instead of renamed, sizes instead of hashes, errors of a disk kept to oneself.
+With ``broken`` the protection is switched off, so that each row fails: files are written in place instead of renamed,
+sizes are compared instead of hashes, and disk errors are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fourfold.checkpoint.state import TrainState
 from fourfold.config.run_file import load_run
 from fourfold.drill.fault import Action, Fault, Point
 from fourfold.drill.files import damage, swap_files
-from fourfold.drill.inject import Planted, cut_short, in_files
+from fourfold.drill.injector import RankFaults, faults_in_files, hooked_files
 from fourfold.mesh.grid import Grid
 from fourfold.train.loop.trainer import Trainer
 
@@ -52,7 +52,7 @@ def run(small: bool, broken: bool = False) -> Iterator[Row]:
 
 
 def trained(file: Path, ranks: int, count: int) -> TrainState:
-    """The small run after so many steps, split over z."""
+    """The small run after ``count`` steps, sharded over z."""
     config = load_run(file, [f"grid.z={ranks}", f"schedule.steps={count}"])
     trainer = Trainer(config, Grid.create((1, ranks, 1, 1)))
     trainer.train()
@@ -60,7 +60,7 @@ def trained(file: Path, ranks: int, count: int) -> TrainState:
 
 
 def numbers(training: TrainState) -> list[Tensor]:
-    """All that this rank has: weights and the state of the optimizer."""
+    """This rank's weights and optimizer state."""
     pairs: Any = training.optimizer._pairs  # type: ignore[attr-defined]
     states = [training.optimizer.state[shard] for _, shard in pairs]
     found = [cast(DTensor, p).to_local() for p in training.model.parameters()]
@@ -77,12 +77,30 @@ def newest(root: Path) -> tuple[int | None, dict[int, list[str]]]:
     return newest_valid(steps(folder), lambda s: find_damage(folder.child(commit.step_name(s)), s))
 
 
-# -- cut short ---------------------------------------------------------------------------------------------------------
+# -- interrupted saves -------------------------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    """Raised where a kill would have ended the process."""
+
+
+@contextmanager
+def interrupt_after(calls: int | None = None) -> Iterator[list[str]]:
+    """Interrupt saves after N system calls, which leaves the disk as a kill would; None only lists the calls."""
+    done: list[str] = []
+
+    def count(at: Point, path: Path) -> None:
+        if len(done) == calls:
+            raise Interrupted(at)
+        done.append(f"{at} {path.name}")
+
+    with hooked_files(count):
+        yield done
 
 
 @contextmanager
 def in_place() -> Iterator[None]:
-    """A save without protection: straight under its name, and nobody looks whether it is whole."""
+    """A save without protection: written directly under its final name, and not checked."""
     with ExitStack() as patches:
         patches.enter_context(
             patch.object(commit, "unfinished", lambda root, step: root.child(commit.step_name(step)))
@@ -92,20 +110,20 @@ def in_place() -> Iterator[None]:
         yield
 
 
-def cut_saves(file: str, folder: str, small: bool, broken: bool) -> tuple[int, list[str]]:
-    """(how many points, those after which `latest` was not the old or the new, whole); each rank in turn is the one."""
+def interrupted_saves(file: str, folder: str, small: bool, broken: bool) -> tuple[int, list[str]]:
+    """(number of points, those after which neither the old nor the new checkpoint loaded); each rank is interrupted."""
     rank, ranks, where = dist.get_rank(), dist.get_world_size(), Path(folder)
     old, training = trained(Path(file), ranks, 1), trained(Path(file), ranks, 2)
     states = {1: numbers(old), 2: numbers(training)}
-    # Alone it also removes the old one; ranks that wait for a dead one to do so would wait for ever.
+    # A single rank also removes the old checkpoint; several ranks would wait forever for the interrupted one.
     keep = 1 if ranks == 1 else None
     with Checkpoints(where / "old") as checkpoints:
         checkpoints.save(old)
     calls: list[list[str]] = [[]] * ranks
-    with Checkpoints(start_from(where, "whole"), keep=keep) as checkpoints, cut_short() as whole:
+    with Checkpoints(start_from(where, "complete"), keep=keep) as checkpoints, interrupt_after() as done:
         checkpoints.save(training)
         checkpoints.wait()
-        dist.all_gather_object(calls, whole.done)
+        dist.all_gather_object(calls, done)
     tried, wrong = 0, []
     for victim in range(ranks):
         for after, call in enumerate(calls[victim]):
@@ -113,14 +131,14 @@ def cut_saves(file: str, folder: str, small: bool, broken: bool) -> tuple[int, l
                 continue
             tried += 1
             checkpoints = Checkpoints(start_from(where, f"{victim}-{after}"), keep=keep)
-            checkpoints._step = training.step = 2
+            training.step = 2
             with in_place() if broken else nullcontext():
-                with cut_short(after) if rank == victim else nullcontext():
+                with interrupt_after(after) if rank == victim else nullcontext():
                     checkpoints.save(training)
-                    refused = _fails(checkpoints)
+                    failed = _fails(checkpoints)
                 found = _loads(checkpoints, training, states)
             is_there = found is not None and (ranks > 1 or _saves_again(checkpoints, training))
-            if not (refused and is_there):
+            if not (failed and is_there):
                 wrong.append(f"{ranks} ranks, rank {victim}, {call}")
             _restore(training, states[2])
             checkpoints.close()
@@ -128,7 +146,7 @@ def cut_saves(file: str, folder: str, small: bool, broken: bool) -> tuple[int, l
 
 
 def start_from(where: Path, name: str) -> Path:
-    """A folder with the old checkpoint alone, the same for all ranks."""
+    """A folder with only the old checkpoint, shared by all ranks."""
     if dist.get_rank() == 0:
         shutil.copytree(where / "old" / "step-1", where / name / "step-1")
     dist.barrier()
@@ -144,10 +162,10 @@ def _fails(checkpoints: Checkpoints) -> bool:
 
 
 def _loads(checkpoints: Checkpoints, training: TrainState, states: dict[int, list[Tensor]]) -> int | None:
-    """The step that `latest` is, if all of its numbers are that step's."""
+    """The loaded step, if all values are those of that step."""
     try:
         step = checkpoints.load(training)
-    except Exception:  # whatever it is, it did not load
+    except Exception:  # any error means that it did not load
         return None
     return step if step in states and same(numbers(training), states[step]) else None
 
@@ -173,10 +191,12 @@ def crash_points(pool: RankPool, folder: Path, small: bool, broken: bool) -> Row
     tried, wrong = 0, []
     for ranks in (1,) if small else (1, 2):
         where = folder / str(ranks)
-        count, bad = pool.run(cut_saves, ranks, str(file), str(where), small, broken, timeout_s=600)[0]
+        count, bad = pool.run(interrupted_saves, ranks, str(file), str(where), small, broken, timeout_s=600)[
+            0
+        ]
         tried, wrong = tried + count, wrong + bad
     return all_right(
-        f"a save ends after each of its {tried} system calls: `latest` loads, the old or the new, whole",
+        f"a save is interrupted after each of its {tried} system calls: the old or the new checkpoint loads completely",
         tried,
         wrong,
         f"{DCP}, overwritten in place: loads a mix of two steps, or nothing (measured with torch 2.13, one machine, no Fourfold)",
@@ -194,26 +214,26 @@ def save_two(file: str, folder: str) -> None:
 
 
 def corruptions(pool: RankPool, folder: Path, trials: int, broken: bool) -> Row:
-    """Of every file of a checkpoint; found by what a load does before it reads a number."""
+    """Damage every file of a checkpoint; a load has to detect it before it reads values."""
     file = traced_run.write(folder / "run", sequences=12)
     saved, root = folder / "saved", folder / "hit"
     pool.run(save_two, 2, str(file), str(saved))
     files = sorted(path.name for path in (saved / "step-2").iterdir())
     wrong: list[str] = []
-    ways: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for seed in range(trials):
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(saved, root)
-        name, way = hit(root / "step-2", seed)
-        ways[way] += 1
+        name, kind = hit(root / "step-2", seed)
+        counts[kind] += 1
         with patch(f"{__name__}.find_damage", only_sizes) if broken else nullcontext():
             step, damaged = newest(root)
         if step != 1 or not any(name in line for line in damaged.get(2, [])):
-            wrong.append(f"{way} of {name}")
-    kinds = ", ".join(f"{way} {count}" for way, count in sorted(ways.items()))
+            wrong.append(f"{kind} of {name}")
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
     return all_right(
-        f"{trials} corruptions of the {len(files)} files of a checkpoint ({kinds}): refused, the file named, "
-        "the one before taken",
+        f"{trials} corruptions of the {len(files)} files of a checkpoint ({kinds}): rejected with the name of the "
+        "file, and the previous one is used",
         trials,
         wrong,
         f"{DCP}: 4/200 flips refused; safetensors 3/300; torch.load 10/300 (measured with torch 2.13, one machine, no Fourfold)",
@@ -240,11 +260,11 @@ def only_sizes(folder: Any, step: int) -> list[str]:
 find_damage_of_files = find_damage
 
 
-# -- disks that fail ---------------------------------------------------------------------------------------------------
+# -- disk errors -------------------------------------------------------------------------------------------------------
 
 
 def failing_saves(file: str, folder: str, trials: int, broken: bool) -> list[str]:
-    """Trials that went wrong: a save that said it was well, or an old checkpoint that is not what it was."""
+    """Failed trials: a save that reported success, or a changed old checkpoint."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     old, training = trained(Path(file), ranks, 1), trained(Path(file), ranks, 2)
     expected, changed = numbers(old), numbers(training)
@@ -253,26 +273,29 @@ def failing_saves(file: str, folder: str, trials: int, broken: bool) -> list[str
         checkpoints.save(old)
         checkpoints.wait()
         for trial in range(trials):
-            fault = drawn_error(random.Random(f"{ranks} {trial}"), ranks)
-            planted = Planted([fault], rank)
+            fault = random_error(random.Random(f"{ranks} {trial}"), ranks)
+            injected = RankFaults([fault], rank)
             training.step = 2
-            with in_files(planted), patch.object(Checkpoints, "_save", silent) if broken else nullcontext():
+            with (
+                faults_in_files(injected),
+                patch.object(Checkpoints, "_save", silent) if broken else nullcontext(),
+            ):
                 checkpoints.save(training)
                 fails = _fails(checkpoints)
             happened = [False] * ranks
-            dist.all_gather_object(happened, any(planted._met.values()))
+            dist.all_gather_object(happened, any(injected.reached.values()))
             if not any(happened):
                 wrong.append(f"{fault} did not happen")
             elif not fails:
-                wrong.append(f"{fault} was taken for success")
+                wrong.append(f"{fault} was reported as a success")
             if newest(Path(folder))[0] != 1:
-                wrong.append(f"{fault} hit the checkpoint before")
+                wrong.append(f"{fault} damaged the previous checkpoint")
             if trial == trials - 1:
                 if checkpoints.load(training) != 1 or not same(numbers(training), expected):
-                    wrong.append(f"{fault} changed the checkpoint before")
+                    wrong.append(f"{fault} changed the previous checkpoint")
                 _restore(training, changed)
                 training.step = 2
-                checkpoints.save(training)  # there is room again
+                checkpoints.save(training)  # the disk works again
                 if _fails(checkpoints):
                     wrong.append("a save without a fault failed")
             dist.barrier()
@@ -280,12 +303,12 @@ def failing_saves(file: str, folder: str, trials: int, broken: bool) -> list[str
 
 
 def silent(checkpoints: Checkpoints, step: int, snapshot: Any) -> None:
-    """A save whose thread tells nobody that it failed."""
+    """A save whose thread does not report its failure."""
     SAVE(checkpoints, step, snapshot)
     checkpoints._error = None
 
 
-def drawn_error(choose: random.Random, ranks: int) -> Fault:
+def random_error(choose: random.Random, ranks: int) -> Fault:
     rank = choose.randrange(ranks)
     files = ["rank-*.safetensors"] * 3 + ([] if rank else ["index.json", "state.json", "manifest.json"])
     name = choose.choice(files)
@@ -307,8 +330,8 @@ def disk_errors(pool: RankPool, folder: Path, trials: int, broken: bool) -> Row:
             failing_saves, ranks, str(file), str(folder / str(ranks)), count, broken, timeout_s=600
         )[0]
     return all_right(
-        f"EIO or ENOSPC at a drawn write of {teams[0]} to {teams[-1]} ranks, a thread each: no false success, the "
-        "checkpoint before intact",
+        f"EIO or ENOSPC at a random write of {teams[0]} to {teams[-1]} ranks, a thread each: no false success, the "
+        "previous checkpoint intact",
         done,
         wrong,
         f"{DCP} with two writer threads: 12/12 false successes (measured with torch 2.13, one machine, no Fourfold)",

@@ -1,7 +1,7 @@
-"""A job on a real Slurm of two nodes: preempted, warned and bereft of a node, does it come back and end exactly?
+"""A job on a real Slurm of two nodes that is preempted, warned and loses a node: does it resume and end exactly?
 
-Each preemption is another job that takes the nodes; each warning is what Slurm sends before the time limit. After a minute
-without a node Slurm starts the job again by itself. Needs root and Debian's slurmctld, slurmd, slurm-client and munge.
+Each preemption is another job that takes the nodes; each warning is the signal that Slurm sends before the time limit.
+A minute after a node is lost, Slurm requeues the job by itself. Needs root and Debian's slurmctld, slurmd, slurm-client and munge.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fourfold.train.observe.metrics import METRICS, read_metrics
 
 TIMES = 20
 STEPS_BETWEEN = 3
-FOREVER = 100_000  # steps, until the file says otherwise
+FOREVER = 100_000  # steps, until the run config is changed
 LIMIT_S = 240.0
 OTHERS = "none of the nine systems that we read tests it"
 
@@ -53,22 +53,22 @@ def rows(folder: Path, daemons: local_slurm.Daemons, times: int, *, loses_node: 
         OTHERS,
     )
     if loses_node:
-        back = job.bereft(daemons)
+        back = job.loses_node(daemons)
         yield Row(
-            "a node is lost, slurmd and all that ran on it: the job comes back",
-            "back on its nodes" if back else f"it is {job.state()}",
-            "back",
+            "a node is lost, slurmd and all of its processes: the job resumes",
+            "running on its nodes" if back else f"it is {job.state()}",
+            "running",
             back,
             OTHERS,
         )
     last = job.finish()
     undisturbed = Job(folder / "undisturbed", last)
     undisturbed.ends()
-    seen = [int(figures["step"]) for figures in read_metrics(job.folder / "logs")]
+    seen = [int(line["step"]) for line in read_metrics(job.folder / "logs")]
     wrong = compare(job.folder, undisturbed.folder, last)
-    wrong += [] if seen == list(range(1, last + 1)) else ["steps are missing, or done twice"]
+    wrong += [] if seen == list(range(1, last + 1)) else ["steps are missing or repeated"]
     yield Row(
-        "and it ends as a job that nothing happened to, bit for bit",
+        "and it ends as an undisturbed job, bit for bit",
         "; ".join(wrong) or "yes",
         "yes",
         not wrong,
@@ -107,23 +107,23 @@ class Job:
         return state(self._number)
 
     def preempted(self) -> bool:
-        """By a job that is more urgent, and takes both nodes."""
+        """Preempt it by a more urgent job that takes both nodes."""
         self._trains_on()
         urgent = ["sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--output=/dev/null"]
         subprocess.run([*urgent, "--wrap=true"], check=True, stdout=subprocess.DEVNULL)
         return self._is_saved_and_waits()
 
     def warned(self) -> bool:
-        """As before the time limit."""
+        """Send the warning that Slurm sends before the time limit."""
         self._trains_on()
         subprocess.run(["scancel", "--signal=USR1", "--batch", self._number], check=True)
         return self._is_saved_and_waits()
 
-    def bereft(self, daemons: local_slurm.Daemons) -> bool:
-        """Of its second node, which returns when Slurm has missed it."""
+    def loses_node(self, daemons: local_slurm.Daemons) -> bool:
+        """Take its second node away, which returns when Slurm has noticed."""
         self._trains_on()
         daemons.lose_node(local_slurm.NODES[1])
-        wait_until(lambda: self.state() in ("PENDING", *ENDED), "job that is waiting again", LIMIT_S)
+        wait_until(lambda: self.state() in ("PENDING", *ENDED), "requeued job", LIMIT_S)
         daemons.start_node(local_slurm.NODES[1])
         self._start_soon()
         before = len(self._steps())
@@ -131,7 +131,7 @@ class Job:
         return self.state() == "RUNNING"
 
     def finish(self) -> int:
-        """Let it end a little after the step that it has reached; that step."""
+        """Let it end soon after the current step; the last step."""
         self.warned()
         last = self._saved()[-1] + 2
         self._write(last)
@@ -149,15 +149,15 @@ class Job:
         wait_until(lambda: (self._steps() or [0])[-1] >= enough, f"step {enough}", LIMIT_S)
 
     def _is_saved_and_waits(self) -> bool:
-        wait_until(lambda: self.state() in ("PENDING", *ENDED), "job that is waiting again", LIMIT_S)
+        wait_until(lambda: self.state() in ("PENDING", *ENDED), "requeued job", LIMIT_S)
         is_saved = self._steps()[-1:] == self._saved()[-1:]
         waits = self.state() == "PENDING"
         self._start_soon()
         return is_saved and waits
 
     def _start_soon(self) -> None:
-        # Slurm lets a requeued job wait for two minutes. Seconds are enough, but they are needed: a node that ended a
-        # job in this very second takes it for killed.
+        # Slurm delays a requeued job for two minutes. A few seconds are enough, but needed: within the same second, a
+        # node would take the job for the killed one.
         subprocess.run(["scontrol", "update", f"JobId={self._number}", "StartTime=now+2"], check=False)
 
     def _saved(self) -> list[int]:
@@ -166,4 +166,4 @@ class Job:
     def _steps(self) -> list[int]:
         if not (self.folder / "logs" / METRICS).exists():
             return []
-        return [int(figures["step"]) for figures in read_metrics(self.folder / "logs")]
+        return [int(line["step"]) for line in read_metrics(self.folder / "logs")]

@@ -1,9 +1,9 @@
-"""One of two replicas is killed again and again: the other goes on, and nothing of the run is lost.
+"""One of two replicas is killed repeatedly: the other continues, and no step of the run is lost.
 
-Each replica is a job of its own, 2 ranks on grid (1,1,1,2); `torchft_lighthouse` runs beside them as the documentation
-says. All ranks of one replica are killed at a drawn instant, and it is started again: it copies the run from the other.
-The same run on the plain grid (2,1,1,2), undisturbed, is what both have to end like. With ``broken`` a replica comes back
-without the weights of the other, and the lighthouse has the time-outs that it has by itself.
+Each replica is a separate job of 2 ranks on grid (1,1,1,2); `torchft_lighthouse` runs alongside them as documented. All
+ranks of one replica are killed at a random instant and restarted: they copy the state from the other replica. Both have to
+end as the same undisturbed run on the plain grid (2,1,1,2). With ``broken`` a replica returns without the weights of the
+other, and the lighthouse has its default timeouts.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from fourfold.train.run import train
 # As in docs/reliability.md.
 LIGHTHOUSE = "--min_replicas 1 --heartbeat_timeout_ms 1000 --quorum_tick_ms 50 --join_timeout_ms 1000"
 GRID, RANKS, REPLICAS = {"z": 1, "y": 1, "x": 2}, 2, 2
-STALL_BAR_S = 3.0
+MAX_STALL_S = 3.0
 PRELOAD = ("fourfold.train.run", "fourfold.train.recovery.torchft_manager", "torchft")
-STEP_S = 0.08  # at least, as with a real model: a replica has to come back before the end
-RESTART_S = 1.5  # that a launcher takes to start the ranks again
+STEP_S = 0.08  # minimum, as with a real model: a replica has to return before the end
+RESTART_S = 1.5  # that a launcher takes to restart the ranks
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it; steps as `Record` wrote them, hashes of the weights by rank of a replica."""
+    """The result: steps as written by `Record`, and hashes of the weights by rank of a replica."""
 
-    kills: int  # that hit a replica which was there
+    kills: int  # that hit a running replica
     survivor: list[dict[str, float]]
     other: list[dict[str, float]]
     hashes: list[list[int]]  # of each replica
-    back_s: list[float]  # from each kill until both were there again
+    back_s: list[float]  # from each kill until both replicas were training
     undisturbed: list[dict[str, float]]
     undisturbed_hashes: list[int]
 
@@ -67,7 +67,7 @@ class Outcome:
 
     @property
     def lost(self) -> int:
-        """Steps that nobody did, or the survivor twice. Late with a sign of life, it is dropped itself, and copies a step."""
+        """Steps that no replica did, or the survivor twice. With a late heartbeat it is dropped itself, and copies a step."""
         mine, others = ({*(line["step"] for line in lines)} for lines in (self.survivor, self.other))
         twice = len(self.survivor) - len(mine)
         return twice + sum(line["step"] not in mine | others for line in self.undisturbed)
@@ -78,12 +78,12 @@ class Outcome:
 
     @property
     def is_equal(self) -> bool:
-        """Have both replicas the same weights, bit for bit?"""
+        """Do both replicas have the same weights, bit for bit?"""
         return all(hashes == self.hashes[0] for hashes in self.hashes)
 
     @property
     def is_undisturbed(self) -> bool:
-        """Are they also those of the undisturbed run?"""
+        """Are they also equal to the undisturbed run?"""
         return self.is_equal and self.hashes[0] == self.undisturbed_hashes
 
     @property
@@ -107,8 +107,8 @@ def run(small: bool, broken: bool = False) -> Iterator[Row]:
     yield Row(
         f"{what}: the longest time between two steps of the survivor",
         f"{found.stall_s:.2f} s",
-        f"<= {STALL_BAR_S:g} s",
-        found.stall_s <= STALL_BAR_S and all_hit,
+        f"<= {MAX_STALL_S:g} s",
+        found.stall_s <= MAX_STALL_S and all_hit,
         "0.96 s (torchft alone, 1 kill)",
     )
     yield Row(
@@ -126,8 +126,8 @@ def run(small: bool, broken: bool = False) -> Iterator[Row]:
         "sums equal (torchft alone)",
     )
     yield Row(
-        f"{what}: against the plain grid, undisturbed",
-        f"loss {found.loss_apart:.1e} apart at most, weights {'bit-equal' if found.is_undisturbed else 'not bit-equal'}",
+        f"{what}: compared with the undisturbed plain grid",
+        f"loss difference at most {found.loss_apart:.1e}, weights {'bit-equal' if found.is_undisturbed else 'not bit-equal'}",
         "loss 1%",
         found.loss_apart <= 0.01,
     )
@@ -139,13 +139,13 @@ def measure(kills: int, broken: bool = False) -> Outcome:
         folder = Path(name)
         steps = 10 + 60 * kills
         undisturbed, hashes = on_plain_grid(folder, steps)
-        # With the lighthouse's own time-outs a replica counts as there for 5 s after its end.
+        # With the lighthouse's default timeouts a replica counts as running for 5 s after its end.
         with lighthouse("--min_replicas 1" if broken else LIGHTHOUSE) as address:
             jobs = [Job(folder, number, address, steps, broken) for number in range(REPLICAS)]
             try:
                 for job in jobs:
                     job.start()
-                    wait_until(job.replicas, 180.0)  # the survivor is to do every step
+                    wait_until(job.replicas, 180.0)  # the survivor has to do every step
                 hits, back_s = disturb(jobs, kills)
                 (folder / "hurry").touch()
                 ends = [job.result() for job in jobs]
@@ -157,7 +157,7 @@ def measure(kills: int, broken: bool = False) -> Outcome:
 
 
 def disturb(jobs: list[Job], kills: int) -> tuple[int, list[float]]:
-    """Kill the last of them at drawn instants; (how often it was there to be killed, seconds until all were there again)."""
+    """Kill the last replica at random instants; (how often it was running, seconds until all were training again)."""
     choose = random.Random(0)
     hits, back_s = 0, []
     for _ in range(kills):
@@ -171,7 +171,7 @@ def disturb(jobs: list[Job], kills: int) -> tuple[int, list[float]]:
 
 
 class Job:
-    """A replica and its launcher: when its ranks die they are started again."""
+    """A replica and its launcher, which restarts its ranks when they die."""
 
     def __init__(self, folder: Path, number: int, address: str, steps: int, broken: bool) -> None:
         self.folder = folder / f"replica-{number}"
@@ -199,7 +199,7 @@ class Job:
                 time.sleep(RESTART_S)
 
     def replicas(self) -> int:
-        """How many there were in its newest step."""
+        """The number of replicas in its newest step."""
         found = read_steps(self.folder)
         return int(found[-1]["replicas"]) if found else 0
 
@@ -208,7 +208,7 @@ class Job:
         return bool(found) and found[-1]["time"] > time_s
 
     def kill(self) -> bool:
-        """All ranks of it, one right after the other; was each of them alive?"""
+        """Kill all of its ranks, one right after the other; was each of them alive?"""
         hit = True
         for file in sorted(self.folder.glob("pid-*")):
             with suppress(ProcessLookupError):
@@ -234,7 +234,7 @@ class Job:
 
 
 class Record(Callback):
-    """One line a step, there at once; and the pace."""
+    """Writes one line per step immediately, and limits the speed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._begun_s = folder, time.monotonic()
@@ -261,7 +261,7 @@ def one_rank(run: RunConfig, folder: Path, broken: bool = False) -> int:
         for output in (sys.stdout, sys.stderr):
             output.flush()
             os.dup2(log.fileno(), output.fileno())
-    if broken:  # who comes back takes over the count of steps, and none of the weights
+    if broken:  # a returning replica copies the step counter, but no weights
         peer_copy._copy_into = lambda name, held, pieces: None
     record = Record(folder)
     train(run, [record])
@@ -290,13 +290,13 @@ def wait_until(condition: Any, seconds: float) -> None:
     deadline_s = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"nothing came of it within {seconds:g} s")
+            raise TimeoutError(f"the condition did not become true within {seconds:g} s")
         time.sleep(0.01)
 
 
 def lighthouse_program() -> str | None:
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return shutil.which("torchft_lighthouse", path=beside)
+    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return shutil.which("torchft_lighthouse", path=search_path)
 
 
 @contextmanager
@@ -318,7 +318,7 @@ def lighthouse(options: str = LIGHTHOUSE) -> Iterator[str]:
 def run_of(
     folder: Path, where: Path, steps: int, grid: dict[str, int], reliability: dict[str, Any]
 ) -> RunConfig:
-    """Without dropout: its masks are drawn by who takes the rows."""
+    """A run without dropout, whose masks depend on the assignment of rows to replicas."""
     checkpoints = {"folder": str(where / "checkpoints"), "every_steps": 50, "keep": 2}
     file = traced_run.write(
         folder,

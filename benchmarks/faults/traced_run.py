@@ -1,4 +1,4 @@
-"""A run that takes seconds: a small model with dropout, drawn text, and ranks that write down what they did."""
+"""A run that takes seconds: a small model with dropout, random text, and ranks that trace their steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,12 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from fourfold.config.describe import toml_value
+from fourfold.config.describe import to_toml
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
 from fourfold.data.manifest import Manifest
 from fourfold.data.shards import ShardWriter, token_dtype
 from fourfold.data.tokenizer import TokenizerFacts
+from fourfold.mesh.axes import AXES
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 
 VOCABULARY = 160
@@ -42,20 +44,19 @@ MODEL = {
 
 
 def write(folder: Path, *, sequences: int = 8, **sections: dict[str, Any]) -> Path:
-    """A model, data and the run's file; the file."""
+    """Write a model, data and the run config; returns the config's path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(MODEL))
-    drawn = np.random.default_rng(0)
-    shards = {}
-    for split, count in (("train", 400), ("validation", 40)):
-        (folder / "data" / split).mkdir(parents=True, exist_ok=True)
-        writer = ShardWriter(folder / "data", f"{split}/000000", token_dtype(VOCABULARY), 1 << 20)
-        for size in drawn.integers(3, 60, count):
-            # Each number follows from the one before: something to learn.
-            writer.add(1 + (drawn.integers(VOCABULARY) + 7 * np.arange(size)) % (VOCABULARY - 1))
-        writer.close()
-        shards[split] = writer.shards
-    Manifest(TokenizerFacts("drawn", VOCABULARY, 0), "drawn", 0, shards).save(folder / "data")
+    random = np.random.default_rng(0)
+    # Each token follows from the previous one, so that there is something to learn.
+    documents = {
+        split: [
+            1 + (random.integers(VOCABULARY) + 7 * np.arange(size)) % (VOCABULARY - 1)
+            for size in random.integers(3, 60, count)
+        ]
+        for split, count in (("train", 400), ("validation", 40))
+    }
+    write_data(folder / "data", VOCABULARY, documents)
     values: dict[str, dict[str, Any]] = {
         "model": {"config": str(folder / "config.json")},
         "data": {"sources": [{"path": str(folder / "data")}], "sequence_length": LENGTH},
@@ -69,29 +70,44 @@ def write(folder: Path, *, sequences: int = 8, **sections: dict[str, Any]) -> Pa
     }
     for name, fields in sections.items():
         values[name] = values.get(name, {}) | fields
-    lines = []
-    for name, fields in values.items():
-        lines += [f"[{name}]", *(f"{field} = {toml_value(value)}" for field, value in fields.items())]
     file = folder / "run.toml"
-    file.write_text("\n".join(lines) + "\n")
+    file.write_text(to_toml(values))
     load_run(file)
     return file
 
 
-def beside(run: RunConfig, name: str) -> Path:
+def write_data(folder: Path, vocabulary: int, documents: Mapping[Any, Iterable[Any]]) -> None:
+    """A prepared data set with these documents of token ids by split."""
+    shards = {}
+    for split, texts in documents.items():
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        writer = ShardWriter(folder, f"{split}/000000", token_dtype(vocabulary), 1 << 20)
+        for text in texts:
+            writer.add(text)
+        writer.close()
+        shards[split] = writer.shards
+    Manifest(TokenizerFacts("random", vocabulary, 0), "random", 0, shards).save(folder)
+
+
+def grid_changes(shape: Sequence[int]) -> list[str]:
+    """Changes of the run config that set its grid."""
+    return [f"grid.{axis}={size}" for axis, size in zip(AXES, shape, strict=True)]
+
+
+def in_logs(run: RunConfig, name: str) -> Path:
     return Path(run.logging.folder) / name
 
 
 class Trace(Callback):
-    """What this rank did, a line of JSON for each step: its loss, the state of its generator, what it was fed, and when."""
+    """A line of JSON for each step of this rank: loss, random state, hash of the inputs, time."""
 
     def __init__(self, run: RunConfig, attempt: int, *, slow_s: float = 0.0) -> None:
-        self._folder, self._attempt = beside(run, "trace"), attempt
-        self._slow_s = slow_s  # that each step sleeps
+        self._folder, self._attempt = in_logs(run, "trace"), attempt
+        self._slow_s = slow_s  # sleep after each step
         self._file: IO[bytes] | None = None
         self._fed = hashlib.sha256()
 
-    def say(self, **values: Any) -> None:
+    def write(self, **values: Any) -> None:
         if self._file is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = (self._folder / f"{os.environ['RANK']}.jsonl").open("ab", buffering=0)
@@ -104,16 +120,16 @@ class Trace(Callback):
         self._file.write(json.dumps(line).encode() + b"\n")
 
     def on_start(self, trainer: Trainer) -> None:
-        def see(module: nn.Module, args: Any, given: dict[str, Any]) -> None:
+        def hash_inputs(module: nn.Module, args: Any, given: dict[str, Any]) -> None:
             if module.training:
                 self._fed.update(given["input_ids"].numpy().tobytes())
 
-        trainer.model.register_forward_pre_hook(see, with_kwargs=True)
-        self.say(resumed=trainer.step, grid=str(trainer.grid))
+        trainer.model.register_forward_pre_hook(hash_inputs, with_kwargs=True)
+        self.write(resumed=trainer.step, grid=str(trainer.grid))
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         generator = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-        self.say(
+        self.write(
             step=result.step,
             loss=float(result.loss).hex(),
             generator=generator[:16],
@@ -128,7 +144,7 @@ Line = dict[str, Any]
 
 
 def traces(logs: Path) -> dict[int, list[Line]]:
-    """By rank, in the order that they were written; a line that a kill cut short is left out."""
+    """Lines by rank, in the order they were written; a line truncated by a kill is left out."""
     found: dict[int, list[Line]] = defaultdict(list)
     for file in sorted((logs / "trace").glob("*.jsonl")):
         for line in file.read_bytes().split(b"\n"):
@@ -138,7 +154,7 @@ def traces(logs: Path) -> dict[int, list[Line]]:
 
 
 def steps_done(lines: list[Line]) -> dict[int, tuple[Any, ...]]:
-    """What counts of each step: as it was done last."""
+    """The results of each step, from its last execution."""
     return {
         line["step"]: (line["loss"], line["generator"], line["fed"], line["samples"])
         for line in lines

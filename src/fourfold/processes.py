@@ -1,15 +1,24 @@
 """How a process of a run was started, and the exit codes with which it ends. Needs no torch."""
 
+import ctypes
 import os
+import signal
 
-# The exit status that says "saved, to be continued": the job is to be started again, and it is no failure.
+# Exit code for "saved, to be continued": start the job again; this is not a failure.
 CONTINUE = 85
-# The exit status of a command that a person has to mend: starting it again would not.
+# Exit code for an error that a person has to fix: a restart would fail again.
 REFUSED = 2
-# How often ranks are started again after one has died, before the run is given up.
+# How often ranks are restarted after one has died, before the run fails.
 MAX_RESTARTS = 5
 
 
 def is_rank() -> bool:
     """Was this process started by torchrun, or as a task of srun? An sbatch script alone has no step."""
     return "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+
+
+def stop_with_agent() -> None:
+    """Let this rank receive SIGTERM when its agent dies: it saves and exits instead of holding its device forever."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        pr_set_pdeathsig = 1  # <linux/prctl.h>
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

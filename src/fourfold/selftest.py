@@ -1,9 +1,9 @@
-"""Does this machine train exactly? A short form of the parity check, on whatever devices and back end there are.
+"""Does this machine train exactly? A short parity check on the available devices and backend.
 
     torchrun --nproc-per-node 8 -m fourfold.selftest
 
-Small models take three AdamW steps with clipping on several grids of the running ranks (NCCL on CUDA, Gloo on CPU);
-each rank compares what it holds with the stock Hugging Face model that it trains by itself. The table can be pasted
+Small models take three AdamW steps with clipping on several grids of the running ranks (NCCL on CUDA, Gloo on CPU).
+Each rank compares its shards with the stock Hugging Face model, which it trains by itself. The table can be pasted
 into a bug report.
 """
 
@@ -54,11 +54,11 @@ GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
 PARAMETER_BAR = 1e-4  # of the parameter's own largest entry
 STEPS = 3
 LEARNING_RATE = 1e-3
-# So small a bundle that the matrices of these small models have collectives of their own.
+# Small enough that each matrix of these small models has its own collective.
 OVERLAP = Overlap(bundle_bytes=1024)
-MAX_NORM = 0.5  # below the norms that occur, so that clipping acts in each step
-# AdamW divides by sqrt(v) + eps. With its usual 1e-8, entries whose true gradient is zero get a full update in the
-# direction of their rounding noise; with this eps an update is decided by the gradient.
+MAX_NORM = 0.5  # below the norms that occur, so that every step is clipped
+# AdamW divides by sqrt(v) + eps. With the usual 1e-8, entries whose true gradient is zero get a full update in the
+# direction of their rounding error; with this eps the gradient decides.
 EPS = 1e-5
 VOCABULARY = 131  # does not divide over any axis
 
@@ -106,15 +106,14 @@ def build(kind: str) -> nn.Module:
     model = KINDS[kind]()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for (
-            parameter
-        ) in model.parameters():  # biases start at 0 and norms at 1: give each something to get wrong
+        for parameter in model.parameters():
+            # Biases start at 0 and norms at 1, where errors would not show.
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     return model.train()
 
 
 def batches(sequences: int) -> list[tuple[Tensor, Tensor]]:
-    """A batch for each step, with labels masked so that each sequence counts another number of them."""
+    """A batch for each step; every sequence has a different number of masked labels."""
     generator = torch.Generator().manual_seed(2)
     out = []
     for _ in range(STEPS):
@@ -128,7 +127,7 @@ def batches(sequences: int) -> list[tuple[Tensor, Tensor]]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What three steps of the stock model gave."""
+    """The results of three steps of the stock model."""
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
@@ -154,7 +153,7 @@ def reference(kind: str, sequences: int, device: torch.device) -> Trained:
 
 @dataclass(frozen=True)
 class Errors:
-    """The largest errors; not a number counts as infinite."""
+    """The largest errors; NaN counts as infinite."""
 
     loss: float
     gradient: float
@@ -174,11 +173,11 @@ class Errors:
         )
 
 
-def _relative(ours: Tensor, part: Tensor, whole: Tensor) -> float:
-    """The largest difference in this part, relative to the largest entry of the whole."""
-    if not part.numel():
+def _relative(ours: Tensor, shard: Tensor, full: Tensor) -> float:
+    """The largest difference in this shard, relative to the largest entry of the full tensor."""
+    if not shard.numel():
         return 0.0
-    error = float((ours - part).abs().max() / whole.abs().max())
+    error = float((ours - shard).abs().max() / full.abs().max())
     return error if error == error else float("inf")
 
 
@@ -192,9 +191,9 @@ def train_on(
     activation_checkpointing: ActivationCheckpointing = "none",
     overlap: Overlap = OVERLAP,
 ) -> Errors:
-    """Train on the grid; the errors of what this rank holds. ``change`` may plant a fault, to see it found."""
+    """Train on the grid; the errors of this rank's shards. ``change`` may inject a fault, to test that it is found."""
     sequences = grid.data * grid.z * grid.y * grid.x
-    right = reference(kind, sequences, grid.device)
+    expected = reference(kind, sequences, grid.device)
     model = build(kind)
     report = parallelize(
         model,
@@ -216,47 +215,47 @@ def train_on(
             loss = model(input_ids=ids[rows].to(grid.device), labels=labels[rows].to(grid.device)).loss
             loss.backward()
             clip_grad_norm_(model.parameters(), MAX_NORM, grid)
-            error = abs(loss.item() - right.losses[step]) / abs(right.losses[step])
+            error = abs(loss.item() - expected.losses[step]) / abs(expected.losses[step])
             loss_error = max(loss_error, error if error == error else float("inf"))
             for name, (parameter, layout) in parameters.items():
-                whole = right.gradients[step][layout.hf_name]
-                part = whole[layout.in_hf(layout.shard(grid))]
+                full = expected.gradients[step][layout.hf_name]
+                shard = full[layout.in_hf(layout.shard(grid))]
                 local = cast(DTensor, parameter.grad).to_local()
-                gradients[name] = max(gradients[name], _relative(local, part, whole))
+                gradients[name] = max(gradients[name], _relative(local, shard, full))
             optimizer.step()
             optimizer.zero_grad()
     for parameter, layout in parameters.values():
-        whole = right.parameters[layout.hf_name]
+        full = expected.parameters[layout.hf_name]
         local = cast(DTensor, parameter.detach()).to_local()
-        error = _relative(local, whole[layout.in_hf(layout.shard(grid))], whole)
+        error = _relative(local, full[layout.in_hf(layout.shard(grid))], full)
         parameter_error = max(parameter_error, error)
     worst = max(gradients, key=gradients.__getitem__)
     return Errors(loss_error, gradients[worst], parameter_error, worst)
 
 
 def over_all_ranks(errors: Errors, grid: Grid) -> Errors:
-    """The largest errors of any rank."""
-    figures = torch.tensor([errors.loss, errors.gradient, errors.parameter], device=grid.device)
+    """The largest errors over all ranks."""
+    values = torch.tensor([errors.loss, errors.gradient, errors.parameter], device=grid.device)
     for axis in AXES:
-        grid.collectives.all_reduce(figures, axis, "check", dist.ReduceOp.MAX).wait()
-    loss, gradient, parameter = figures.tolist()
+        grid.collectives.all_reduce(values, axis, "check", dist.ReduceOp.MAX).wait()
+    loss, gradient, parameter = values.tolist()
     return Errors(loss, gradient, parameter, errors.worst_gradient)
 
 
 def grids_of(ranks: int) -> list[tuple[int, int, int, int]]:
-    """A few grids that between them cut every axis, and as many at once as the ranks allow."""
-    # What the small models have: 8 heads for x, 64 hidden features for y.
+    """A few grids that shard every axis, alone and as many at once as the ranks allow."""
+    # The small models have 8 heads for x and 64 hidden features for y.
     every = [f for f in factorisations(ranks) if 8 % f[3] == 0 and 64 % f[2] == 0]
-    cut = {f: sum(size > 1 for size in f) for f in every}
-    alone = [f for f in every if cut[f] == 1]
-    # The evenest of those that cut the most axes: (1, 2, 2, 2) before (1, 1, 2, 4).
-    mixed = sorted((f for f in every if cut[f] == max(cut.values()) > 1), key=max)
+    sharded = {f: sum(size > 1 for size in f) for f in every}
+    alone = [f for f in every if sharded[f] == 1]
+    # Among those that shard the most axes, the most even first: (1, 2, 2, 2) before (1, 1, 2, 4).
+    mixed = sorted((f for f in every if sharded[f] == max(sharded.values()) > 1), key=max)
     return [*alone, *mixed[:4]] or every
 
 
 @contextmanager
 def _exact_matmuls() -> Iterator[None]:
-    """fp32 means fp32 on GPUs as well: TF32 would be judged, not Fourfold."""
+    """Use fp32 on GPUs as well; with TF32 its rounding would be tested, not Fourfold."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -269,12 +268,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=["llama", "gpt2"], choices=list(KINDS))
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, by default")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["llama", "gpt2"],
+        choices=list(KINDS),
+        help="models to test (default: llama gpt2)",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device type (default: cuda if available)")
     options = parser.parse_args(arguments)
 
     start_s = time.perf_counter()
-    # The first grid starts torch.distributed; how many ranks there are is known only then.
+    # The first grid initializes torch.distributed; only then is the number of ranks known.
     first = Grid.create((1, 1, 1, _world_size()), device_type=options.device, timeout_s=120)
     table = Table("model", "(data, z, y, x)", "loss", "gradient", "parameter", "verdict")
     good = total = 0
@@ -286,13 +291,13 @@ def main(arguments: list[str] | None = None) -> int:
                 total += 1
                 good += errors.within_bars()
                 verdict = "exact" if errors.within_bars() else f"NOT EXACT, worst in {errors.worst_gradient}"
-                figures = (f"{e:.1e}" for e in (errors.loss, errors.gradient, errors.parameter))
-                table.add_row(kind, str(shape), *figures, verdict)
+                cells = (f"{e:.1e}" for e in (errors.loss, errors.gradient, errors.parameter))
+                table.add_row(kind, str(shape), *cells, verdict)
     if dist.get_rank() == 0:
         _print_machine(first)
         Console(width=110).print(table)
         print(
-            f"bars: loss {LOSS_BAR:g}, gradient {GRADIENT_BAR:g}, parameter {PARAMETER_BAR:g}; fp32, {STEPS} AdamW steps"
+            f"thresholds: loss {LOSS_BAR:g}, gradient {GRADIENT_BAR:g}, parameter {PARAMETER_BAR:g}; fp32, {STEPS} AdamW steps"
         )
         print(f"selftest: {good}/{total} exact, {time.perf_counter() - start_s:.0f} s", flush=True)
     dist.destroy_process_group()
@@ -310,7 +315,7 @@ def _print_machine(grid: Grid) -> None:
         else platform.processor() or platform.machine()
     )
     print(
-        f"ranks        {dist.get_world_size()} on {grid.device.type} ({name}), back end {dist.get_backend()}"
+        f"ranks        {dist.get_world_size()} on {grid.device.type} ({name}), backend {dist.get_backend()}"
     )
     print(
         f"torch        {torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}"

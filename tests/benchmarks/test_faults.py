@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import hostile, numbers, saves
+from benchmarks.faults import hostile, kills, numbers, saves
 from benchmarks.ranks import RankPool
+from fourfold.drill.fault import Fault
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -41,3 +42,11 @@ def test_clean_steps_raise_no_alarm(pool: RankPool, tmp_path: Path) -> None:
 def test_a_flipped_bit_is_named_in_time(pool: RankPool, tmp_path: Path, broken: bool, within: bool) -> None:
     found = numbers.disturbed(pool, tmp_path, (3, 1, 1, 1), "flip", 0, broken)
     assert (found is not None and found <= numbers.WITHIN) == within
+
+
+def test_random_kills_cover_every_kind_of_point() -> None:
+    chosen = [kills.random_kill(seed, 4, 12, [4, 8, 12], 3.0) for seed in range(300)]
+    assert [Fault.parse(str(fault)) for fault in chosen] == chosen
+    assert {"instant", "step", "forward", "collective", "gradients", "optimizer"} < {f.at for f in chosen}
+    assert {"write", "fsync", "rename", "renamed"} < {fault.at for fault in chosen}
+    assert {fault.rank for fault in chosen} == {0, 1, 2, 3}

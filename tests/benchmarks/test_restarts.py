@@ -19,7 +19,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_if_nothing_had_happened(pool: Rank
 
 def test_what_goes_wrong_is_seen() -> None:
     bad = kills.Outcome(
-        2, 4, ["rank-0.safetensors is not that of the undisturbed run"], [9.0, 10.0], [kills.EVERY + 1, 2]
+        2, 4, ["rank-0.safetensors is not that of the undisturbed run"], [21.0, 22.0], [kills.EVERY + 1, 2]
     )
     assert [row.holds for row in kills.rows([bad], "")] == [False, False, False, False]
     good = kills.Outcome(2, 3, [], [2.0, 3.0], [kills.EVERY, 2])

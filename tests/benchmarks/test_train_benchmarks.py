@@ -36,7 +36,7 @@ def test_throughput_is_measured_in_turns(capsys: pytest.CaptureFixture[str]) -> 
     code = throughput.main(small)
     said = capsys.readouterr().out
     (rate,), (cost,) = (
-        re.findall(rf"([0-9.]+) \(bar {bar}\)", said) for bar in (throughput.RATE, throughput.SAVING)
+        re.findall(rf"([0-9.]+) \(threshold {bar}\)", said) for bar in (throughput.RATE, throughput.SAVING)
     )
     assert code == int(float(rate) < throughput.RATE or float(cost) > throughput.SAVING)
     assert "40 steps each, in turns" in said

@@ -24,7 +24,7 @@ from fourfold.checkpoint.storage import Reader
 from fourfold.cli.main import main
 from fourfold.drill.fault import Fault, Point
 from fourfold.drill.files import flip_bit, swap_files
-from fourfold.drill.inject import Planted, in_files
+from fourfold.drill.injector import RankFaults, faults_in_files
 from tests.checkpoints import advance, assert_same, numbers, save_steps, start
 
 # -- kill -9 -----------------------------------------------------------------------------------------------------------
@@ -44,7 +44,8 @@ def save_and_be_killed(folder: str, victim: int, point: Point, name: str) -> Non
     checkpoints.save(training)
     checkpoints.wait()
     training.step = 2
-    with in_files(Planted([Fault("kill", point, victim, name=name)], torch.distributed.get_rank())):
+    faults = RankFaults([Fault("kill", point, victim, name=name)], torch.distributed.get_rank())
+    with faults_in_files(faults):
         checkpoints.save(training)
         checkpoints.wait()
 

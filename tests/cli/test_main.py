@@ -1,37 +1,39 @@
-"""What a command ends with: the agent starts ranks again after a failure of the machine, and not after a refusal."""
+"""Exit codes of commands: the agent restarts ranks after an error of the machine, not after an error of the user."""
 
 import errno
 
 import pytest
 
 from fourfold.checkpoint.save import SaveError
-from fourfold.cli.main import status_of
+from fourfold.cli.main import exit_code_of
 from fourfold.processes import REFUSED
 from fourfold.train.recovery.rollback import RollbackFailed
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "code"),
     [
         (ValueError("x=3 does not divide 8"), REFUSED),
-        (FileNotFoundError(errno.ENOENT, "there is none", "run.toml"), REFUSED),
-        (RollbackFailed("gone back to twice"), REFUSED),
+        (FileNotFoundError(errno.ENOENT, "no such file", "run.toml"), REFUSED),
+        (RollbackFailed("rolled back twice"), REFUSED),
         (SaveError("step-4 was not saved"), 1),
-        (OSError(errno.EIO, "a disk that fails"), 1),
-        (OSError(errno.ENOSPC, "a disk that is full"), 1),
+        (OSError(errno.EIO, "disk error"), 1),
+        (OSError(errno.ENOSPC, "disk full"), 1),
     ],
 )
-def test_who_has_to_mend_it(error: Exception, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_tell_user_errors_from_machine_errors(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails() -> int:
         raise error
 
-    assert status_of(fails) == status
+    assert exit_code_of(fails) == code
     assert f"fourfold: {error}" in capsys.readouterr().err
 
 
-def test_a_defect_keeps_its_trace() -> None:
+def test_a_bug_keeps_its_traceback() -> None:
     def fails() -> int:
-        raise RuntimeError("a defect")
+        raise RuntimeError("a bug")
 
-    with pytest.raises(RuntimeError, match="a defect"):
-        status_of(fails)
+    with pytest.raises(RuntimeError, match="a bug"):
+        exit_code_of(fails)

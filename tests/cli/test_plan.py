@@ -1,4 +1,4 @@
-"""`fourfold plan` as one types it."""
+"""The `fourfold plan` command."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_the_table_fits_the_terminal(config, capsys, monkeypatch, columns):
     assert best.count("%") >= 5
 
 
-def test_it_says_what_it_is_asked(config, capsys, tmp_path):
+def test_explain_budget_and_json(config, capsys, tmp_path):
     out = tmp_path / "plan.json"
     assert (
         plan(
@@ -87,26 +87,26 @@ def test_it_says_what_it_is_asked(config, capsys, tmp_path):
     ("words", "said"),
     [
         (["--explain", "1", "99999"], "there is no layout number 99999; the table has 1 to"),
-        (["--explain", "1", "3,1,1,1"], "3,1,1,1 is no grid of 64 ranks"),
-        (["--explain", "1", "best"], "'best' is no layout"),
+        (["--explain", "1", "3,1,1,1"], "3,1,1,1 is not a grid of 64 ranks"),
+        (["--explain", "1", "best"], "'best' is not a layout"),
         (["--price", "2"], "give --tokens"),
         (["--rows", "0"], "--rows 0"),
         (["--against", "nowhere.json"], "there is no run nowhere.json"),
     ],
 )
-def test_errors_say_both_numbers_and_the_way_out(config, capsys, words, said):
+def test_errors_name_the_value_and_the_remedy(config, capsys, words, said):
     assert plan(config, *words) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("activations", ["replicated", "token-sharded", None])
-def test_activations_are_compared_or_given(config, capsys, tmp_path, activations):
+def test_activations_are_considered_or_given(config, capsys, tmp_path, activations):
     out = tmp_path / "plan.json"
     words = ["--activations", activations] if activations else []
     assert plan(config, "--json", str(out), *words) == 0
     layouts = [e["layout"] for e in json.loads(out.read_text())["ranked"]]
-    cut = [layout for layout in layouts if layout["x"] * layout["y"] > 1]
-    assert {layout["activations"] for layout in cut} == (
+    sharded = [layout for layout in layouts if layout["x"] * layout["y"] > 1]
+    assert {layout["activations"] for layout in sharded} == (
         {activations} if activations else {"replicated", "token-sharded"}
     )
     said = re.search(r"with token-sharded ones|Token-sharded activations earn", capsys.readouterr().out)
@@ -116,19 +116,19 @@ def test_activations_are_compared_or_given(config, capsys, tmp_path, activations
 @pytest.mark.parametrize(
     ("words", "expected"), [([], {True, False}), (["--keep-inputs"], {True}), (["--no-keep-inputs"], {False})]
 )
-def test_inputs_are_kept_come_again_or_both_are_compared(config, tmp_path, words, expected):
+def test_keeping_inputs_is_considered_or_given(config, tmp_path, words, expected):
     out = tmp_path / "plan.json"
     assert plan(config, "--json", str(out), *words) == 0
     layouts = [e["layout"] for e in json.loads(out.read_text())["ranked"]]
     assert {e["keep_inputs"] for e in layouts if e["activations"] == "token-sharded"} == expected
 
 
-def test_what_is_lacking_is_listed(capsys):
+def test_missing_options_are_listed(capsys):
     assert main(["plan", "--cluster", "dgx-h100", "--length", "8"]) == 2
     assert "needs config.json, --gpus, --sequences" in capsys.readouterr().err
 
 
-def test_a_model_that_fits_nowhere_says_how_far_it_is(config, capsys):
+def test_a_model_that_does_not_fit_names_its_memory(config, capsys):
     assert (
         main(
             [
@@ -149,7 +149,7 @@ def test_a_model_that_fits_nowhere_says_how_far_it_is(config, capsys):
     assert re.search(r"needs \d+\.\d GiB of 72\.0", capsys.readouterr().err)
 
 
-def test_the_page_and_the_trace_tell_the_simulated_step(tmp_path, capsys):
+def test_the_html_report_and_the_trace_show_the_simulated_step(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
     page, trace, table = tmp_path / "plan.html", tmp_path / "trace.json", tmp_path / "plan.json"

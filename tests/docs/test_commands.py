@@ -30,8 +30,8 @@ from tests.documented import (
 
 # Commands that are not run here, by their exact words, and who runs them.
 ELSEWHERE = {
-    "fourfold drill run.toml": "tests/drill/test_drill.py::test_the_exercises_of_a_drill_come_out_right",
-    "fourfold drill run.toml --fault kill:at=optimizer,rank=1,step=4": "tests/drill/test_drill.py::test_a_drill_sees_a_run_that_does_not_come_back_as_it_was",
+    "fourfold drill run.toml": "tests/drill/test_drill.py::test_all_scenarios_of_a_drill_succeed",
+    "fourfold drill run.toml --fault kill:at=optimizer,rank=1,step=4": "tests/drill/test_drill.py::test_a_drill_detects_a_run_that_does_not_resume_exactly",
     "fourfold drill run.toml --compare": "tests/drill/test_drill.py::test_a_run_on_a_cluster_is_compared_by_its_checkpoints",
     "fourfold plan --cluster my-cluster.toml --against run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
     "fourfold plan --cluster cluster.toml --against run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
@@ -202,7 +202,7 @@ def test_nothing_is_listed_that_no_page_has() -> None:
         ("torchrun --nproc-per-node 8 examples/quick.py", "there is no examples/quick.py"),
         ("srun --ntasks 8 fourfold train run.toml --steps 3", "unrecognized arguments: --steps 3"),
         ("python -m benchmarks.parity --rank-count 8", "unrecognized arguments: --rank-count 8"),
-        ("python -m benchmarks.nothing", "is no module"),
+        ("python -m benchmarks.nothing", "is not a module"),
     ],
 )
 def test_a_wrong_command_is_found(command: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""The agent between a terminal or a batch system and the ranks: they save when it is interrupted, and come back when one dies."""
+"""The agent: ranks save when it is interrupted, and restart when one dies."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests import restart_rank, slurm_rank
 
 
 def test_an_interrupt_lets_the_ranks_save(tmp_path: Path) -> None:
-    """A terminal sends it to all of them at once; torchrun by itself would kill the ranks half a minute later."""
+    """A terminal sends it to all processes at once; torchrun alone would kill the ranks half a minute later."""
     command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", "--nproc-per-node=1"]
     command += [slurm_rank.__file__, str(tmp_path)]
     with subprocess.Popen(command, start_new_session=True) as agent:
@@ -29,7 +29,7 @@ def test_an_interrupt_lets_the_ranks_save(tmp_path: Path) -> None:
 
 
 def agents(folder: Path, module: str, options: Sequence[str], hosts: int = 2) -> list[int]:
-    """What the agents of so many hosts end with, each with one rank; all on this machine."""
+    """The exit codes of the agents of N emulated hosts with one rank each."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
@@ -48,18 +48,18 @@ def agents(folder: Path, module: str, options: Sequence[str], hosts: int = 2) ->
 
 
 @pytest.mark.parametrize("module", ["fourfold.launch.agent", "torch.distributed.run"])
-def test_ranks_of_two_hosts_meet_again_at_the_first_try(tmp_path: Path, module: str) -> None:
-    """Also under torchrun itself, whose ranks find the addresses of the dead in its store."""
+def test_ranks_of_two_hosts_restart_at_the_first_try(tmp_path: Path, module: str) -> None:
+    """Also under torchrun alone, whose store has the addresses of dead ranks."""
     assert agents(tmp_path, module, ["--max-restarts=1", restart_rank.__file__]) == [0, 0]
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(
         ("0-0", "0-1", "1-0", "1-1"), "2"
     )
 
 
-def test_ranks_that_do_not_hear_are_not_waited_for_when_one_is_gone(tmp_path: Path) -> None:
-    """One ends with an error, the other is deaf to SIGTERM; torchrun by itself would begin again half a minute later."""
-    first = f"test $LOCAL_RANK = 1 && {{ trap '' TERM; touch {tmp_path}/deaf; sleep 60; }}"
-    first += f"; while ! test -e {tmp_path}/deaf; do sleep 0.1; done; date +%s > {tmp_path}/ended; exit 1"
+def test_a_rank_that_ignores_sigterm_does_not_delay_a_restart(tmp_path: Path) -> None:
+    """One rank fails, the other ignores SIGTERM; torchrun alone would restart half a minute later."""
+    first = f"test $LOCAL_RANK = 1 && {{ trap '' TERM; touch {tmp_path}/ignoring; sleep 60; }}"
+    first += f"; while ! test -e {tmp_path}/ignoring; do sleep 0.1; done; date +%s > {tmp_path}/ended; exit 1"
     again = f"date +%s > {tmp_path}/again-$LOCAL_RANK"
     script = f"if test $TORCHELASTIC_RESTART_COUNT = 0; then {first}; else {again}; fi"
     command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", "--nproc-per-node=2"]
@@ -69,7 +69,7 @@ def test_ranks_that_do_not_hear_are_not_waited_for_when_one_is_gone(tmp_path: Pa
     assert again_s - ended_s < 20
 
 
-def test_a_run_that_is_refused_is_not_started_again(tmp_path: Path) -> None:
+def test_a_run_with_an_error_of_the_user_is_not_restarted(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -83,17 +83,18 @@ def test_a_run_that_is_refused_is_not_started_again(tmp_path: Path) -> None:
     assert (tmp_path / "starts").read_text() == "x\n"
 
 
-def test_of_those_that_import_it_the_server_of_ranks_alone_is_deaf() -> None:
-    """A process that cannot hear SIGTERM starts others that cannot: a rank that is asked to save would go on for ever."""
-    script = """if True:
-        import pathlib, signal, time
-        from multiprocessing import forkserver
-        import fourfold.launch.block_sigterm
-        from fourfold.launch import forkserver as warm
-        assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        warm.start_server()
-        status = pathlib.Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status")
-        while not int(status.read_text().split("SigBlk:")[1].split()[0], 16) >> signal.SIGTERM - 1 & 1:
-            time.sleep(0.1)
-    """
-    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
+def test_ranks_are_told_to_stop_when_their_agent_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import pathlib, signal, sys, time\n"
+        "from fourfold.processes import stop_with_agent\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path(sys.argv[1], 'stopped').touch()))\n"
+        "stop_with_agent()\n"
+        "pathlib.Path(sys.argv[1], 'listening').touch()\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", "--nproc-per-node=1"]
+    with subprocess.Popen([*command, str(script), str(tmp_path)]) as agent:
+        wait_until((tmp_path / "listening").exists, "rank", 60)
+        agent.kill()
+    wait_until((tmp_path / "stopped").exists, "SIGTERM", 20)

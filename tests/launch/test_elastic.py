@@ -1,4 +1,4 @@
-"""Another number of hosts, and of ranks: agents meet again by themselves, and the run has a layout for those that are there."""
+"""Elastic runs: agents hold a new rendezvous when hosts join or leave, and the run gets a layout for the new ranks."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ from tests.training import write_run
 
 
 def test_a_host_is_lost_and_returns(tmp_path: Path) -> None:
-    """One rank on each of two; a rank that was asked to stop because hosts come is started again, and is no failure."""
+    """One rank on each of two hosts; a rank that stops because hosts join is restarted, and is not a failure."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
@@ -46,14 +46,14 @@ def test_a_host_is_lost_and_returns(tmp_path: Path) -> None:
 
     agents = [start(0), start(1)]
     try:
-        # The second host may come while the first has begun alone.
+        # The second host may join after the first has started alone.
         wait_until(lambda: worlds().endswith("2"), "two hosts", 60)
         before = worlds()
         ranks = subprocess.run(["pgrep", "-P", str(agents[1].pid)], capture_output=True, text=True).stdout
         agents[1].kill()
         for rank in ranks.split():
             subprocess.run(["kill", "-9", rank])
-        wait_until(lambda: worlds() == f"{before} 1", "host that goes on alone", 60)
+        wait_until(lambda: worlds() == f"{before} 1", "host that continues alone", 60)
         agents.append(start(1))
         wait_until(lambda: worlds() == f"{before} 1 2", "two hosts again", 60)
         (tmp_path / "end").touch()
@@ -72,7 +72,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return from_dict(values | {"grid": {"auto": True, "cluster": str(folder / "cluster.toml")}})
 
 
-def test_ranks_that_cannot_share_the_work_are_left_out(run: RunConfig) -> None:
+def test_ranks_that_no_layout_can_use_are_left_out(run: RunConfig) -> None:
     """8 sequences and 4 heads: 7, 6 and 5 divide nothing."""
     assert settle(run, 7, simulate=0, quiet=True).grid.size == 4
     with pytest.raises(ValueError, match="no layout of 8192 ranks"):
@@ -97,8 +97,8 @@ def save_values(run: RunConfig) -> None:
     (folder / "manifest.json").touch()
 
 
-def test_as_many_ranks_as_before_keep_their_layout(run: RunConfig) -> None:
-    """Not the planner's first choice, but the one that the checkpoint has."""
+def test_the_same_number_of_ranks_keeps_its_layout(run: RunConfig) -> None:
+    """The layout of the checkpoint, not the planner's first choice."""
     best = settle(run, 4, simulate=0, quiet=True)
     other = best.model_copy(update={"grid": best.grid.model_copy(update={"data": 1, "z": 1, "y": 2, "x": 2})})
     save_values(other)
@@ -108,7 +108,7 @@ def test_as_many_ranks_as_before_keep_their_layout(run: RunConfig) -> None:
     asked = {"activations": "replicated" if kept.engine.activations == "token-sharded" else "token-sharded"}
     otherwise = run.model_copy(update={"engine": run.engine.model_copy(update=asked)})
     assert layout_of_checkpoint(otherwise, 4) is None
-    # With one tensor rank there is nothing to cut: whatever was asked for, the layout is the same.
+    # With one tensor rank there is nothing to shard: both settings give the same layout.
     save_values(
         best.model_copy(update={"grid": best.grid.model_copy(update={"data": 4, "z": 1, "y": 1, "x": 1})})
     )

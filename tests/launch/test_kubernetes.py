@@ -1,4 +1,4 @@
-"""The manifest of a JobSet, against the API's own models; and what becomes of a pod's signal."""
+"""The manifest of a JobSet, validated by the API's models; and the signal of a pod."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def job_of(**changes: Any) -> KubernetesJob:
 
 
 def read(job: KubernetesJob) -> tuple[V1ConfigMap, JobSet]:
-    """The manifest as the API's models see it."""
+    """The manifest, parsed by the API's models."""
     config, jobset = yaml.safe_load_all(manifest(job))
     return V1ConfigMap.model_validate(config), JobSet.model_validate(jobset)
 
@@ -75,7 +75,7 @@ def read(job: KubernetesJob) -> tuple[V1ConfigMap, JobSet]:
         },
     ],
 )
-def test_the_manifest_is_of_the_api_and_its_parts_meet(changes):
+def test_the_manifest_is_valid_and_consistent(changes):
     job = job_of(**changes)
     config, jobset = read(job)
     assert config.data == {"run.toml": RUN}
@@ -104,7 +104,7 @@ def test_the_manifest_is_of_the_api_and_its_parts_meet(changes):
     assert mounted["shm"] == "/dev/shm"
     on_exit = spec.pod_failure_policy.rules[0].on_exit_codes
     assert (on_exit.container_name, on_exit.values) == (container.name, [85])
-    assert pod.restart_policy == "Never", "the API asks for it beside a podFailurePolicy"
+    assert pod.restart_policy == "Never", "the API requires it with a podFailurePolicy"
     gpus = container.resources.limits["nvidia.com/gpu"] if job.world.gpus_per_node else None
     assert gpus == (str(job.world.gpus_per_node) if job.world.gpus_per_node else None)
 
@@ -118,7 +118,7 @@ def test_the_manifest_is_of_the_api_and_its_parts_meet(changes):
         "spec.replicatedJobs.0.template.spec.template.spec.containers.0",
     ],
 )
-def test_the_models_refuse_a_word_that_the_api_does_not_have(path):
+def test_the_models_reject_unknown_fields(path):
     jobset = resources(job_of())[1]
     part: Any = jobset
     for name in path.split("."):
@@ -128,7 +128,7 @@ def test_the_models_refuse_a_word_that_the_api_does_not_have(path):
         JobSet.model_validate(jobset)
 
 
-def test_a_name_that_is_no_host_name_is_refused():
+def test_a_name_that_is_not_a_host_name_is_rejected():
     with pytest.raises(ValueError, match="up to 48 small letters"):
         job_of(name="Night_run")
     with pytest.raises(ValueError, match="4 pods"):
@@ -146,7 +146,7 @@ def test_the_command_writes_the_manifest(tmp_path, capsys):
     (container,) = JobSet.model_validate(jobset).spec.replicatedJobs[0].template.spec.template.spec.containers
     assert container.working_dir == "/work"
     assert container.resources.limits == {"nvidia.com/gpu": "2"}
-    # Checkpoints inside a pod are gone with it.
+    # Checkpoints inside a pod are lost with it.
     capsys.readouterr()
     assert main(launch) == 2
     assert "checkpoints.folder='checkpoints'" in capsys.readouterr().err
@@ -155,10 +155,10 @@ def test_the_command_writes_the_manifest(tmp_path, capsys):
     assert "/scratch/run" in capsys.readouterr().err
 
 
-def test_a_pod_that_is_told_to_end_saves_first_and_says_so(tmp_path):
+def test_a_terminated_pod_saves_first(tmp_path):
     job = job_of(world=World(nodes=1, ranks_per_node=1, gpus_per_node=0))
     (container,) = read(job)[1].spec.replicatedJobs[0].template.spec.template.spec.containers
-    # What the pod would run, but for the host, the port, and what stands for the training.
+    # The pod's command with another host, port and training module.
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     command = container.command[: container.command.index("fourfold.cli.main")]
@@ -169,7 +169,9 @@ def test_a_pod_that_is_told_to_end_saves_first_and_says_so(tmp_path):
     ]
     command = [f"--master-port={port}" if part.startswith("--master-port") else part for part in command]
     with subprocess.Popen([*command, "tests.slurm_rank", str(tmp_path)]) as pod:
-        wait_until((tmp_path / "young").exists, "rank", 60)  # too young to hear the first warning
+        wait_until(
+            (tmp_path / "young").exists, "rank", 60
+        )  # still importing, so it ignores the first warning
         os.kill(pod.pid, signal.SIGTERM)
         assert pod.wait(60) == 85
     assert json.loads((tmp_path / "saved.json").read_text())[0] == "SIGUSR1"

@@ -1,4 +1,4 @@
-"""What is refused before a rank starts, the planner's choice of a grid, and the command itself."""
+"""Checks before ranks start, the planner's choice of a grid, and the train command."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return write_run(tmp_path_factory.mktemp("run"))
 
 
-def test_a_batch_that_does_not_divide_is_refused(values: dict[str, Any]) -> None:
+def test_a_batch_that_does_not_divide_is_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(
         ValueError, match=r"are 8 sequences, which do not divide over data.z = 3 ranks; use 144"
     ):
@@ -43,24 +43,24 @@ def test_a_batch_that_does_not_divide_is_refused(values: dict[str, Any]) -> None
     assert micro_batches(4, 2) == 2
 
 
-def test_too_little_validation_text_is_refused(values: dict[str, Any]) -> None:
+def test_too_little_validation_text_is_rejected(values: dict[str, Any]) -> None:
     long = on(values, (1, 1, 1, 1), data={"sequence_length": 512}, batch={"tokens": 1024})
     with pytest.raises(ValueError, match="no source has 512 tokens of validation text"):
         check(long)
 
 
-def test_a_model_that_knows_too_few_tokens_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+def test_a_model_with_a_small_vocabulary_is_rejected(values: dict[str, Any], tmp_path: Path) -> None:
     config = json.loads((Path(values["model"]["pretrained"]) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     with pytest.raises(
-        ValueError, match="the model knows 100 tokens, the data has 131; set vocab_size to 131"
+        ValueError, match="has a vocabulary of 100 tokens, the data of 131; set vocab_size to 131"
     ):
         check(on(values | {"model": {"config": str(tmp_path)}}, (1, 1, 1, 1)))
     with pytest.raises(ValueError, match=r"model.config: there is no .*missing.json"):
         check(on(values | {"model": {"config": str(tmp_path / "missing.json")}}, (1, 1, 1, 1)))
 
 
-def test_ranks_are_those_of_the_grid_or_asked_for(values: dict[str, Any]) -> None:
+def test_the_number_of_ranks_follows_the_grid_or_the_option(values: dict[str, Any]) -> None:
     assert local_ranks(on(values, (1, 2, 2, 2)), None) == 8
     with pytest.raises(ValueError, match=r"--ranks 4 does not fit the grid data.z.y.x = 8"):
         local_ranks(on(values, (1, 2, 2, 2)), 4)
@@ -68,7 +68,7 @@ def test_ranks_are_those_of_the_grid_or_asked_for(values: dict[str, Any]) -> Non
     assert local_ranks(automatic, 4) == 4
 
 
-def test_one_rank_is_started_again_by_nobody(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+def test_one_rank_cannot_be_restarted(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "run.toml"
     file.write_text(as_toml(values))
     assert main(["train", str(file), "--max-restarts", "2"]) == 2
@@ -90,7 +90,7 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
         }
     )
     small = choose_layout(given, 8, simulate=0, quiet=True)
-    assert small.grid.x * small.grid.y >= 4  # two sequences are for no more than two ranks
+    assert small.grid.x * small.grid.y >= 4  # two sequences can be split over at most two ranks
     assert (small.engine.activations, small.engine.keep_inputs) == ("token-sharded", False)
     given = from_dict(
         values
@@ -112,22 +112,22 @@ def layout_of(run: RunConfig) -> dict[str, Any]:
     return layout
 
 
-def test_a_report_is_about_the_layout_that_was_chosen(pool: RankPool, values: dict[str, Any]) -> None:
+def test_a_report_has_the_chosen_layout(pool: RankPool, values: dict[str, Any]) -> None:
     layout = Layout(1, 1, 1, 1, 4, "full", keep_bytes=4096, weights="streamed")
     (found,) = pool.run(layout_of, 1, with_layout(on(values, (1, 1, 1, 1)), layout))
     assert Layout(**found) == layout
 
 
-def refused_by(run: RunConfig) -> str:
+def rejection_of(run: RunConfig) -> str:
     try:
         on_all_ranks(run)
-    except ValueError as refusal:
-        return str(refusal)
+    except ValueError as error:
+        return str(error)
     return "nothing"
 
 
-def test_a_grid_that_was_given_leaves_nobody_idle(pool: RankPool, values: dict[str, Any]) -> None:
-    """Ranks wait beside a layout that the planner has chosen; one that a person wrote is wrong."""
+def test_a_given_grid_leaves_no_rank_idle(pool: RankPool, values: dict[str, Any]) -> None:
+    """Idle ranks are allowed with a planned layout; a given grid that is too small is an error."""
     run = on(values, (1, 1, 1, 1))
     run = run.model_copy(update={"grid": run.grid.model_copy(update={"cluster": "dgx-h100"})})
     with pytest.raises(RankError, match="needs 1 ranks, but 2 are running"):
@@ -135,18 +135,18 @@ def test_a_grid_that_was_given_leaves_nobody_idle(pool: RankPool, values: dict[s
 
 
 @pytest.mark.limit(30)
-def test_what_the_planner_fails_of_reaches_all_ranks(
+def test_an_error_of_the_planner_reaches_all_ranks(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Also what is no refusal: a folder in the place of the cluster's file. The others wait for rank 0's answer."""
+    """Also one that is not a ValueError, since the other ranks wait for rank 0: the cluster file is a folder."""
     (tmp_path / "cluster.toml").mkdir()
     run = from_dict(values | {"grid": {"auto": True, "cluster": str(tmp_path / "cluster.toml")}})
-    first, other = pool.run(refused_by, 2, run)
+    first, other = pool.run(rejection_of, 2, run)
     assert first == other
     assert "Is a directory" in first
 
 
-def test_init_writes_a_run_that_loads(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+def test_init_writes_a_valid_run_config(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     file, data = tmp_path / "run.toml", values["data"]["sources"][0]["path"]
     assert main(["init", str(file), "--size", "10m", "--data", data]) == 0
     assert main(["config", str(file), "--set", "optimizer.lr=0.5"]) == 0
@@ -158,13 +158,13 @@ def test_init_writes_a_run_that_loads(values: dict[str, Any], tmp_path: Path, ca
     assert main(["init", str(tmp_path / "other.toml"), "--size", "7b", "--data", data]) == 2
     assert main(["init", str(tmp_path / "other.toml"), "--data", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    for words in ("is there already", "no size '7b'; use one of 1m", "is no prepared data set"):
+    for words in ("exists already", "no size '7b'; use one of 1m", "is not a prepared data set"):
         assert words in said
 
 
 @pytest.mark.limit(120)
-def test_the_command_starts_ranks_stops_when_asked_and_goes_on(tmp_path: Path) -> None:
-    """SIGTERM reaches the ranks through torchrun's launcher; what they saved is where the next command begins."""
+def test_the_command_starts_ranks_stops_on_a_signal_and_resumes(tmp_path: Path) -> None:
+    """SIGTERM reaches the ranks through torchrun's launcher; the next command resumes from their checkpoint."""
     values = write_run(tmp_path)
     values["schedule"]["steps"] = 100_000
     file = tmp_path / "run.toml"

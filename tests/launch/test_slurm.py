@@ -62,7 +62,7 @@ def submit_job(job: SlurmJob) -> str:
 
 
 def said(folder: Path) -> str:
-    """All that a job left in its logs, for the message of a test that fails."""
+    """The logs of a job, for the message of a failed test."""
     return "\n".join(f"== {p}\n{p.read_text()}" for p in sorted(folder.rglob("logs/**/*")) if p.is_file())
 
 
@@ -72,8 +72,8 @@ def reach(job: str, wanted: str, folder: Path, limit_s: float = 90) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_warned_run_saves_is_requeued_and_goes_on(tmp_path, capsys):
-    """`fourfold launch slurm`, a rank on each of two nodes, warned in the middle; all of it is real."""
+def test_a_warned_run_saves_is_requeued_and_resumes(tmp_path, capsys):
+    """`fourfold launch slurm` on a real Slurm, with a rank on each of two nodes, warned during training."""
     folder = tmp_path / "with a space"
     folder.mkdir()
     values = write_run(folder)
@@ -96,23 +96,23 @@ def test_a_warned_run_saves_is_requeued_and_goes_on(tmp_path, capsys):
     assert main(["launch", "slurm", str(file), *options, "--folder", str(folder)]) == 0
     (job,) = re.findall(r"job (\d+)", capsys.readouterr().out)
     wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "three steps", 90)
-    # What Slurm does $warning_s before the time limit.
+    # As Slurm does $warning_s before the time limit.
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
     reach(job, "PENDING", folder)
     saved = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").iterdir())
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == saved
     values["schedule"]["steps"] = saved + 2
     file.write_text(as_toml(values))
-    # Slurm lets a requeued job wait for two minutes. Seconds are enough, but they are needed: a node that ended a job
-    # in this very second takes it for killed.
+    # Slurm delays a requeued job for two minutes. A few seconds are enough, but needed: within the same second, a node
+    # would take the job for the killed one.
     subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], check=True)
     reach(job, "COMPLETED", folder)
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(
         range(1, saved + 3)
     )
     log = (folder / f"logs/slurm-{job}.out").read_text()
-    assert "start 0 ended with status 85" in log
-    assert "start 1 ended with status 0" in log
+    assert "start 0 ended with exit code 85" in log
+    assert "start 1 ended with exit code 0" in log
     ranks = list(folder.glob(f"logs/{job}/node-*/*/attempt_0/0/stderr.log"))
     assert len(ranks) == 4, said(folder)
 
@@ -131,11 +131,11 @@ def test_a_cancelled_job_saves_and_is_not_requeued(tmp_path):
 def test_a_run_that_fails_fails_its_job(tmp_path):
     job = submit_job(job_of(tmp_path, ["--no-python", "false"], nodes=1))
     reach(job, "FAILED", tmp_path)
-    assert "start 0 ended with status 1" in (tmp_path / f"logs/slurm-{job}.out").read_text()
+    assert "start 0 ended with exit code 1" in (tmp_path / f"logs/slurm-{job}.out").read_text()
 
 
 @pytest.mark.usefixtures("cluster")
-def test_ranks_that_do_not_end_are_requeued_as_they_are(tmp_path):
+def test_a_job_whose_ranks_do_not_end_is_requeued(tmp_path):
     job = replace(job_of(tmp_path, ["--no-python", "sleep", "100"], nodes=1), warning_s=10)
     number = submit_job(job)
     wait_until(lambda: list(tmp_path.glob(f"logs/{number}/node-0/*")), "agent", 90)
@@ -155,7 +155,7 @@ def run(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_script_shows_every_choice(run, capsys):
+def test_the_script_has_every_setting(run, capsys):
     options = ["--partition", "gpu", "--account", "abc", "--time", "2:00:00", "--sbatch", "qos=high"]
     options += ["--sbatch", "exclusive", "--constraint", "a100&nvlink", "--set", "optimizer.lr=1e-4"]
     options += ["--setup", "module load cuda", "--warning-s", "300", "--max-requeues", "7", "--print"]
@@ -194,19 +194,19 @@ def test_a_dry_run_writes_and_submits_nothing(run, capsys, monkeypatch):
         (["--nodes", "4", "--set", "grid.dat=2"], ["'data'"]),
         (["--nodes", "4", "--time", "3:30"], ["210 s", "120 s", "4 minutes"]),
         (["--nodes", "4", "--sbatch", "signal=USR2@60"], ["--warning-s"]),
-        (["--nodes", "4", "--sbatch", "-p gpu"], ["no option of sbatch"]),
+        (["--nodes", "4", "--sbatch", "-p gpu"], ["not an option of sbatch"]),
         (["--nodes", "4", "--sbatch", "comment=two words"], ["space"]),
         (["--nodes", "4", "--partition", "gpu\nrm -rf x"], ["space"]),
     ],
 )
-def test_what_cannot_run_is_refused_before_it_waits(run, capsys, options, words):
+def test_an_invalid_job_is_rejected_before_it_is_submitted(run, capsys, options, words):
     assert main(["launch", "slurm", str(run), *options, "--print"]) == 2
     said = capsys.readouterr()
     assert not said.out
     assert [word for word in words if word not in said.err] == [], said.err
 
 
-def test_a_planned_grid_takes_what_the_job_has(run, capsys):
+def test_a_planned_grid_uses_the_ranks_of_the_job(run, capsys):
     auto = ["--set", "grid.auto=true", "--set", "grid.cluster=x", "--ranks-per-node", "3"]
     assert main(["launch", "slurm", str(run), "--nodes", "5", *auto, "--print"]) == 0
     script = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`fourfold data prepare` and `fourfold data info`: text to tokens, and what became of it."""
+"""`fourfold data prepare` and `fourfold data info`: tokenise text, and inspect the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser("data", help="turn text into tokens to train on, and look at them")
+    parser = commands.add_parser("data", help="tokenise text for training, and inspect the result")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     _add_prepare(actions)
     _add_info(actions)
@@ -21,9 +21,9 @@ def _add_prepare(actions: Any) -> None:
         "prepare",
         help="tokenise text into a folder",
         description="Tokenise text into a folder of memory-mapped shards. Run the same command again after an "
-        "interruption: what is finished stays. The bytes do not depend on --processes or on interruptions.",
+        "interruption: finished parts are kept. The result does not depend on --processes or on interruptions.",
     )
-    parser.add_argument("folder", type=Path, help="where the tokens go")
+    parser.add_argument("folder", type=Path, help="the folder for the tokens")
     parser.add_argument(
         "inputs",
         nargs="+",
@@ -37,49 +37,60 @@ def _add_prepare(actions: Any) -> None:
         metavar="SIZE",
         help="train a byte-level BPE of this size on the inputs",
     )
-    parser.add_argument("--column", default="text", help="the field that holds the text (default: text)")
+    parser.add_argument("--column", default="text", help="the field with the text (default: text)")
     parser.add_argument(
         "--separator",
         type=_unescaped,
-        help=r"what divides the documents of a text file, such as '\n\n' (default: a file is one document)",
+        help=r"the separator between documents of a text file, such as '\n\n' (default: a file is one document)",
     )
     parser.add_argument(
-        "--validation", type=float, default=0.005, help="part of the documents to keep apart (default: 0.005)"
+        "--validation",
+        type=float,
+        default=0.005,
+        help="the fraction of documents held out for validation (default: 0.005)",
     )
-    parser.add_argument("--split", default="train", help="of a data set of Hugging Face (default: train)")
+    parser.add_argument(
+        "--split", default="train", help="the split of a Hugging Face data set (default: train)"
+    )
     parser.add_argument(
         "--text-suffix",
         action="append",
         default=[],
         metavar=".SUFFIX",
-        help="files in folders that are text, too",
+        help="also read files with this suffix as text; can be repeated",
     )
     parser.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="(default: one for each core)"
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="number of processes (default: one per core)",
     )
+    parser.add_argument("--part-mb", type=float, help="megabytes of input per part (default: 4 to 256)")
     parser.add_argument(
-        "--part-mb", type=float, help="input that a process takes at a time (default: 4 to 256)"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="remove an earlier preparation of this folder"
+        "--overwrite", action="store_true", help="remove the existing contents of this folder first"
     )
     parser.set_defaults(run=prepare)
 
 
 def _add_info(actions: Any) -> None:
-    parser = actions.add_parser("info", help="what a folder of tokens holds")
+    parser = actions.add_parser("info", help="show the contents of a prepared folder")
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--verify", action="store_true", help="read every byte and compare with what was written"
+        "--verify", action="store_true", help="read every byte and compare it with the recorded hashes"
     )
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="the text of the first N samples")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sample, with --show")
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="print the text of the first N samples"
+    )
+    parser.add_argument(
+        "--length", type=int, default=128, help="tokens per sample, with --show (default: 128)"
+    )
     parser.set_defaults(run=info)
 
 
 def prepare(options: argparse.Namespace) -> int:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from fourfold.data.inspect import describe
     from fourfold.data.plan import Settings
     from fourfold.data.prepare import prepare as run
 
@@ -104,56 +115,30 @@ def prepare(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             progress=lambda done, total: bars.update(bar, completed=done, total=total),
         )
-    print(_described(options.folder, manifest))
+    print(describe(options.folder, manifest))
     print(f"took {time.perf_counter() - start_s:.1f} s")
     return 0
 
 
 def info(options: argparse.Namespace) -> int:
+    from fourfold.data.inspect import describe, show
     from fourfold.data.manifest import Manifest
 
     manifest = Manifest.load(options.folder)
-    print(_described(options.folder, manifest))
+    print(describe(options.folder, manifest))
     wrong = manifest.wrong_with(options.folder, contents=options.verify)
     for line in wrong:
         print(f"DAMAGED: {line}")
     if wrong:
         print(
-            f"{len(wrong)} files are not what was written; copy the folder again, or prepare it with --overwrite"
+            f"{len(wrong)} files differ from what was written; copy the folder again, or prepare it with --overwrite"
         )
         return 1
     if options.verify:
         print("verified: every byte is what was written")
     if options.show:
-        _show(options.folder, options.length, options.show)
+        show(options.folder, options.length, options.show)
     return 0
-
-
-def _described(folder: Path, manifest: Any) -> str:
-    from fourfold.data.manifest import SPLITS
-
-    tokenizer = manifest.tokenizer
-    lines = [
-        f"{folder}: fingerprint {manifest.fingerprint}",
-        f"  tokenizer   {tokenizer.vocab_size:,} tokens, fingerprint {tokenizer.fingerprint}",
-        f"  source      {manifest.source_bytes:,} bytes, fingerprint {manifest.source}",
-    ]
-    for split in SPLITS:
-        lines.append(
-            f"  {split:<11} {manifest.tokens(split):,} tokens of {manifest.documents(split):,} documents in "
-            f"{len(manifest.shards[split])} shards of {manifest.dtype.name}"
-        )
-    return "\n".join(lines)
-
-
-def _show(folder: Path, length: int, count: int) -> None:
-    from fourfold.data.samples import Samples
-    from fourfold.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    samples = Samples(folder, "train", length)
-    for number in range(min(count, len(samples))):
-        print(f"-- sample {number}\n{tokenizer.decode(samples[number].input_ids)}")
 
 
 def _unescaped(text: str) -> str:

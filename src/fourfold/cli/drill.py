@@ -1,17 +1,15 @@
-"""`fourfold drill`: break a short run on purpose, and see whether it comes back as it was."""
+"""`fourfold drill`: inject faults into a short run, and check that it recovers exactly."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli.arguments import add_changes, add_file, add_ranks
-from fourfold.processes import CONTINUE, is_rank
+from fourfold.processes import CONTINUE, is_rank, stop_with_agent
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
@@ -22,11 +20,11 @@ if TYPE_CHECKING:
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "drill",
-        help="break a short run on purpose, before the long one",
-        description="Train a few steps of a run's file on this machine, then again with ranks killed, stopped and slowed, "
-        "disks full, checkpoints damaged and numbers spoilt; after each, the run has to end as the undisturbed one did, bit for "
-        "bit. Exit status 1 if anything is not as it should be. Under torchrun or srun the ranks that are there train, "
-        "disturbed by --fault once: on a cluster, start it without a fault first, then with one, and compare with "
+        help="inject faults into a short run, before the long one",
+        description="Train a few steps of a run config on this machine, then again with ranks killed, stopped and slowed, "
+        "disks full, checkpoints damaged and values corrupted; after each fault, the run has to end as the undisturbed one "
+        "did, bit for bit. The exit code is 1 if any scenario fails. Under torchrun or srun, the ranks that were started "
+        "train, disturbed once by --fault: on a cluster, start it without a fault first, then with one, and compare with "
         "`fourfold drill FILE --compare`.",
     )
     add_file(parser)
@@ -35,27 +33,33 @@ def add_to(commands: Any) -> None:
         "--folder",
         type=Path,
         default=Path("drill"),
-        help="for all that it writes (drill); emptied at the start if a drill wrote it, and refused otherwise",
+        help="folder for all files of the drill; emptied at the start if a drill wrote it, rejected otherwise (default: "
+        "drill)",
     )
     add_ranks(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of which ranks and steps are disturbed (0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed that chooses the ranks and steps of the faults (default: 0)"
+    )
     parser.add_argument(
         "--timeout-s",
         type=float,
         default=20.0,
-        help="that ranks wait for one that is stopped; more than a step takes (20)",
+        help="how long ranks wait for a stopped one; has to be longer than a step (default: 20)",
     )
     parser.add_argument(
         "--fault",
         action="append",
         default=[],
         metavar="FAULT",
-        help="disturb this alone, such as kill:at=optimizer,rank=1,step=4 (kill, stop, slow, nan, spike, flip, eio or enospc)",
+        help="inject only this fault, such as kill:at=optimizer,rank=1,step=4 (kill, stop, slow, nan, spike, flip, eio or "
+        "enospc); can be repeated",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="the checkpoints of two runs of a cluster, disturbed and not"
+        "--compare",
+        action="store_true",
+        help="compare the checkpoints of a disturbed and an undisturbed run on a cluster",
     )
-    # For the ranks that a drill itself starts: the changes are all that there is to the run.
+    # For the ranks that a drill itself starts: --set has all changes of the run config.
     parser.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -73,27 +77,35 @@ def run(options: argparse.Namespace) -> int:
         return 1 if wrong else 0
     if is_rank():
         return _as_rank(options, faults)
-    from fourfold.launch.local import check, local_ranks
+    from fourfold.launch.local import check, local_ranks, run_ranks
 
     config = load_run(options.file, options.set)
-    _refuse_replicas(config)
+    _reject_lighthouse(config)
     ranks = local_ranks(config, options.ranks)
     check(config)
-    return drill(options, config, ranks, faults, in_processes(options, ranks))
+    count = itertools.count(1)
+
+    def launch(changes: Sequence[str], faults: Sequence[Fault]) -> int:
+        arguments = ["drill", str(options.file), "--started-here"]
+        arguments += [f"--set={change}" for change in (*options.set, *changes)]
+        arguments += [f"--fault={fault}" for fault in faults]
+        return run_ranks(ranks, arguments, options.folder / f"ranks-{next(count):02d}.log")
+
+    return drill(options, config, ranks, faults, launch)
 
 
 def drill(
     options: argparse.Namespace, config: RunConfig, ranks: int, faults: Sequence[Fault], launch: Launch
 ) -> int:
-    """All exercises, or one for each fault that was given; a line for each."""
+    """Run all scenarios, or one for each given fault, and print a line for each."""
     from fourfold.drill.drill import clear
     from fourfold.drill.drill import drill as outcomes
-    from fourfold.drill.scenario import exercise_of, exercises, refuse
+    from fourfold.drill.scenario import check_fault, scenario_for, scenarios
 
     for fault in faults:
-        refuse(fault, ranks, config.grid.data)
-    wanted = [exercise_of(fault, options.timeout_s) for fault in faults]
-    wanted = wanted or exercises(ranks, config.grid.data, options.seed, options.timeout_s)
+        check_fault(fault, ranks, config.grid.data)
+    wanted = [scenario_for(fault, options.timeout_s) for fault in faults]
+    wanted = wanted or scenarios(ranks, config.grid.data, options.seed, options.timeout_s)
     clear(options.folder)
     bad = 0
     for outcome in outcomes(options.folder.resolve(), wanted, launch, seed=options.seed):
@@ -104,53 +116,32 @@ def drill(
         )
         for line in outcome.wrong:
             print(f"       {line}", flush=True)
-    print(
-        "all is as it should be"
-        if not bad
-        else f"{bad} of these are not as they should be; logs are in {options.folder}"
-    )
+    print(f"{bad} scenarios failed; logs are in {options.folder}" if bad else "all scenarios succeeded")
     return 1 if bad else 0
 
 
-def in_processes(options: argparse.Namespace, ranks: int) -> Launch:
-    """Ranks of this machine, under torchrun's launcher, as `fourfold train` starts them."""
-    count = 0
-
-    def launch(changes: Sequence[str], faults: Sequence[Fault]) -> int:
-        nonlocal count
-        count += 1
-        cores = len(os.sched_getaffinity(0))
-        environment = {"OMP_NUM_THREADS": str(max(1, cores // ranks))} | os.environ
-        command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", "fourfold", "drill", str(options.file), "--started-here"]
-        command += [f"--set={change}" for change in (*options.set, *changes)]
-        command += [f"--fault={fault}" for fault in faults]
-        with (options.folder / f"ranks-{count:02d}.log").open("wb") as log:
-            return subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
-
-    return launch
-
-
 def _as_rank(options: argparse.Namespace, faults: Sequence[Fault]) -> int:
-    """Of a drill on this machine, or on a cluster."""
+    """Train as a rank of a drill on this machine, or on a cluster."""
     from fourfold.config.run_file import load_run
     from fourfold.drill.cluster import begin
     from fourfold.drill.drill import NOTES, without_trackers
     from fourfold.drill.injector import Injector
     from fourfold.train.run import train
 
+    stop_with_agent()
     if options.started_here:
         config = without_trackers(load_run(options.file, options.set))
     else:
         config = begin(options.file, options.set, options.folder, faults, options.timeout_s)
-    _refuse_replicas(config)
-    # With a launcher that starts ranks again, a fault happens once.
-    done = train(config, [Injector(faults, spent=config.logging.folder / NOTES)])
+    _reject_lighthouse(config)
+    # With a launcher that restarts ranks, a fault happens once.
+    done = train(config, [Injector(faults, record=config.logging.folder / NOTES)])
     return 0 if done else CONTINUE
 
 
-def _refuse_replicas(config: RunConfig) -> None:
+def _reject_lighthouse(config: RunConfig) -> None:
     if config.reliability.lighthouse is not None:
         raise ValueError(
-            "a drill is of one job, and reliability.lighthouse would have it join the replicas of a run; use a file without it"
+            "a drill runs one job, and reliability.lighthouse would let it join the replicas of a run; use a run config "
+            "without it"
         )

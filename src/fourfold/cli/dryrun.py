@@ -1,4 +1,4 @@
-"""`fourfold dryrun`: a training step of one rank of any world, without devices."""
+"""`fourfold dryrun`: one rank's training step on any grid, without devices."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "dryrun",
-        help="run one rank's step of any grid on no device: memory, traffic, errors",
-        description="Run the code that trains, of one rank of any grid, on fake tensors: memory by category, every "
-        "collective, every operation, and every error that the real start would raise. Nothing is a measurement.",
+        help="run one rank's step on any grid without a device: memory, traffic, errors",
+        description="Run the training code of one rank of any grid on fake tensors: memory by category, every collective, "
+        "every operation, and every error that a real run would raise. Nothing is measured.",
     )
     parser.add_argument(
         "config", type=Path, help="config.json of a Hugging Face model, or the folder it is in"
     )
     parser.add_argument("--grid", type=grid_shape, required=True, metavar="DATA,Z,Y,X")
-    parser.add_argument("--sequences", type=int, required=True, help="the global batch of a step")
-    parser.add_argument("--length", type=int, required=True, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, required=True, help="sequences of the global batch")
+    parser.add_argument("--length", type=int, required=True, help="tokens per sequence")
     parser.add_argument(
-        "--micro-batches", type=int, default=1, help="parts in which a rank takes its sequences"
+        "--micro-batches", type=int, default=1, help="number of micro-batches per step (default: 1)"
     )
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--activations", choices=("auto", "replicated", "token-sharded"), default="auto")
@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
         "--keep-inputs",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="of token-sharded activations: keep gathered inputs for backward, or gather them again",
+        help="with token-sharded activations: keep gathered inputs for backward, or re-gather them",
     )
     parser.add_argument("--activation-checkpointing", choices=("none", "full"), default="none")
     parser.add_argument("--weights", choices=("auto", "fsdp2", "streamed"), default="auto")
@@ -39,16 +39,21 @@ def add_to(commands: Any) -> None:
         "--keep-weights-bytes",
         type=int,
         default=0,
-        help="of streamed weights: so many gathered bytes wait for backward",
+        help="with streamed weights: bytes of gathered weights kept for backward (default: 0)",
     )
-    parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda", help="the devices it is for")
+    parser.add_argument(
+        "--target",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="the device type of the real run (default: cuda)",
+    )
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument(
-        "--every-block", action="store_true", help="trace blocks that are alike one by one, too"
+        "--every-block", action="store_true", help="trace identical blocks one by one instead of once"
     )
-    parser.add_argument("--roles", action="store_true", help="show what each module becomes, too")
+    parser.add_argument("--roles", action="store_true", help="also show the role of each module")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all operations and collectives there"
+        "--json", type=Path, metavar="FILE", help="write all operations and collectives to this file"
     )
     parser.set_defaults(run=run)
 
@@ -74,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         rank=options.rank,
         every_block=options.every_block,
     )
-    # What was decided, and what of the options has no effect; with the roles they are in the report.
+    # Decisions and options without effect; the report with roles includes them.
     print(result.report if options.roles else "\n".join(result.report.notes))
     print(result)
     if options.json:
@@ -95,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def grid_shape(text: str) -> tuple[int, int, int, int]:
-    """Four numbers with commas between them."""
+    """Four sizes, separated by commas."""
     try:
         data, z, y, x = (int(part) for part in text.split(","))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`fourfold export`: a checkpoint as a folder that `from_pretrained` loads; no rank is started."""
+"""`fourfold export`: write a checkpoint as a folder for `from_pretrained`, without starting a rank."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def add_to(commands: Any, name: str = "export") -> None:
-    """Under two names: `fourfold export`, and `fourfold checkpoint convert` beside the other actions."""
+    """Add the command under two names: `fourfold export` and `fourfold checkpoint convert`."""
     parser = commands.add_parser(
         name,
-        help="make a Hugging Face folder of a checkpoint",
+        help="convert a checkpoint to a Hugging Face folder",
         description="Write the weights of a checkpoint as sharded safetensors, with config.json, the tokenizer and a "
-        "model card, as from_pretrained loads them. The checkpoint is verified first. Memory stays at a few blocks of "
-        "a file, whatever the size of the model.",
+        "model card, for from_pretrained. The checkpoint is verified first. Memory use is a few blocks of a file, "
+        "independent of the size of the model.",
     )
     parser.add_argument(
-        "checkpoint", help="a step-N, or the folder of a run's checkpoints; an fsspec URL is one too"
+        "checkpoint", help="a step-N folder, or the folder of a run's checkpoints; can be an fsspec URL"
     )
-    parser.add_argument("out", help="the folder to make, or an fsspec URL; it may not exist")
-    parser.add_argument("--step", type=int, help="by default the newest valid one")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="cast the weights (default: as they are)")
+    parser.add_argument("out", help="the folder to create, or an fsspec URL; it must not exist")
+    parser.add_argument("--step", type=int, help="the step of the checkpoint (default: the newest valid one)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16"), help="cast the weights (default: keep their dtype)"
+    )
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
-        help="a folder or a hub id (default: that of the run's first data set)",
+        help="a folder or a hub id (default: the tokenizer of the run's first data set)",
     )
     parser.add_argument(
         "--max-shard-size",
         type=size_bytes,
         default="5GB",
         metavar="SIZE",
-        help="of a file, as 5GB or 500MB; a larger tensor has a file of its own (default: 5GB)",
+        help="maximum size of a file, such as 500MB; a larger tensor gets its own file (default: 5GB)",
     )
     parser.set_defaults(run=run)
 
@@ -63,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def size_bytes(text: str) -> int:
-    """A number of bytes, or one with KB, MB, GB, KiB, MiB or GiB behind it.
+    """A number of bytes, with an optional suffix KB, MB, GB, KiB, MiB or GiB.
 
     Example:
         >>> size_bytes("5GB"), size_bytes("1.5 MiB")
@@ -73,5 +75,7 @@ def size_bytes(text: str) -> int:
     unit = UNITS.get(match[2].upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number of bytes such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; give a number of bytes such as 500MB or 5GB"
+        )
     return size

@@ -1,4 +1,4 @@
-"""`fourfold init` and `fourfold config`: a file to start from, and what may stand in it."""
+"""`fourfold init` and `fourfold config`: write a starting run config, and show its fields."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from fourfold.cli.arguments import add_changes
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "init",
-        help="write a file to start from",
-        description="Write a run's file with every field and a sentence on it, and the config.json of a Llama of the chosen "
-        "size beside it.",
+        help="write a starting run config",
+        description="Write a run config with every field and its description, and the config.json of a Llama of the chosen size.",
     )
     parser.add_argument("file", type=Path, help="the file to write, such as run.toml")
-    parser.add_argument("--size", default="1m", help="1m, 10m, 125m, 1b, 8b, 70b or 405b parameters (1m)")
     parser.add_argument(
-        "--data", type=Path, default=Path("data"), help="the folder of the prepared data set (data)"
+        "--size", default="1m", help="parameters: 1m, 10m, 125m, 1b, 8b, 70b or 405b (default: 1m)"
+    )
+    parser.add_argument(
+        "--data", type=Path, default=Path("data"), help="the folder of the prepared data set (default: data)"
     )
     parser.add_argument(
         "--model", help="a config.json, a folder or a hub id to use instead of the one that is written"
     )
     parser.set_defaults(run=init)
 
-    parser = commands.add_parser("config", help="what a run's file may hold")
-    parser.add_argument(
-        "file", nargs="?", type=Path, help="a run's file: check it, and show all that it says"
-    )
+    parser = commands.add_parser("config", help="show the fields of a run config")
+    parser.add_argument("file", nargs="?", type=Path, help="a run config to check and show")
     add_changes(parser)
-    parser.add_argument("--schema", action="store_true", help="the JSON Schema, for editors")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema, for editors")
     parser.set_defaults(run=config)
 
 
@@ -44,13 +43,13 @@ def init(options: argparse.Namespace) -> int:
     if options.size not in SIZES:
         raise ConfigError(f"there is no size {options.size!r}; use one of {', '.join(SIZES)}")
     if options.file.exists():
-        raise ConfigError(f"{options.file} is there already; remove it, or give another name")
+        raise ConfigError(f"{options.file} exists already; remove it, or give another name")
     model = Path(options.model) if options.model else options.file.with_suffix("") / "config.json"
     written = [options.file]
     if not options.model:
         if not (options.data / NAME).exists():
             raise ConfigError(
-                f"{options.data} is no prepared data set, and its tokenizer decides how many tokens the model knows; run "
+                f"{options.data} is not a prepared data set, whose tokenizer sets the vocabulary of the model; run "
                 f"`fourfold data prepare {options.data} TEXT --train-tokenizer 8192` first, or give --model"
             )
         vocabulary = Manifest.load(options.data).tokenizer.vocab_size

@@ -1,4 +1,4 @@
-"""`fourfold launch slurm` and `fourfold launch kubernetes`: from a run's file to a job of a cluster."""
+"""`fourfold launch slurm` and `fourfold launch kubernetes`: start a run config as a cluster job."""
 
 from __future__ import annotations
 
@@ -24,46 +24,56 @@ def _add_slurm(systems: Any) -> None:
         "slurm",
         help="write a batch script, and submit it",
         description="Write a script for sbatch, and submit it. Before the time limit the run saves and is requeued, "
-        "until it has all its steps.",
+        "until it has finished.",
     )
     _add_world(parser)
-    parser.add_argument("--time", help="time limit of a start, as sbatch takes it (default: the partition's)")
-    parser.add_argument("--partition")
-    parser.add_argument("--account")
-    parser.add_argument("--constraint", help="features that the nodes have to have")
+    parser.add_argument(
+        "--time", help="time limit of each start, in sbatch's format (default: the partition's)"
+    )
+    parser.add_argument("--partition", help="partition of the job (default: the cluster's)")
+    parser.add_argument("--account", help="account to charge (default: yours)")
+    parser.add_argument("--constraint", help="required node features")
     parser.add_argument(
         "--sbatch",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any other option of sbatch, such as qos=high or exclusive",
+        help="any other option of sbatch, such as qos=high or exclusive; can be repeated",
     )
     parser.add_argument(
         "--setup",
         action="append",
         default=[],
         metavar="COMMAND",
-        help="a line of the script before the run, such as 'module load cuda'",
+        help="a shell command before the run, such as 'module load cuda'; can be repeated",
     )
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where it runs (default: here)")
-    parser.add_argument("--logs", type=Path, help="folder of the logs (default: the run's logging.folder)")
-    parser.add_argument("--python", default=sys.executable, help="on the nodes (default: this one)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path.cwd(), help="working directory of the job (default: this one)"
+    )
+    parser.add_argument(
+        "--logs", type=Path, help="folder for the logs (default: logging.folder of the run config)"
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, help="Python interpreter on the nodes (default: this one)"
+    )
     parser.add_argument(
         "--warning-s",
         type=int,
         default=120,
-        help="seconds before the time limit at which the run is told to save (default: 120)",
+        help="grace period: seconds before the time limit at which the run is told to save (default: 120)",
     )
-    parser.add_argument("--max-requeues", type=int, default=100, help="(default: 100)")
+    parser.add_argument(
+        "--max-requeues", type=int, default=100, help="how often to requeue the job (default: 100)"
+    )
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=MAX_RESTARTS,
-        help=f"of the ranks within a start of the job, when one dies (default: {MAX_RESTARTS})",
+        help=f"how often to restart the ranks within a start of the job, when one dies (default: {MAX_RESTARTS})",
     )
-    parser.add_argument("--out", type=Path, help="the script (default: beside the run's file)")
+    parser.add_argument("--out", type=Path, help="the script to write (default: next to the run config)")
     parser.add_argument("--dry-run", action="store_true", help="write the script, but do not submit it")
-    parser.add_argument("--print", action="store_true", help="only show the script")
+    parser.add_argument("--print", action="store_true", help="only print the script")
     parser.set_defaults(run=slurm)
 
 
@@ -71,47 +81,59 @@ def _add_kubernetes(systems: Any) -> None:
     parser = systems.add_parser(
         "kubernetes",
         help="write the manifest of a JobSet",
-        description="Write a manifest for kubectl apply: a JobSet with a pod for each node, and the run's file in a "
-        "ConfigMap. The cluster has to have the JobSet controller.",
+        description="Write a manifest for kubectl apply: a JobSet with a pod for each node, and the run config in a "
+        "ConfigMap. The cluster needs the JobSet controller.",
     )
     _add_world(parser)
-    parser.add_argument("--image", required=True, help="that has fourfold installed")
-    parser.add_argument("--namespace", help="(default: kubectl's)")
+    parser.add_argument("--image", required=True, help="container image with fourfold installed")
+    parser.add_argument("--namespace", help="namespace of the JobSet (default: kubectl's)")
     parser.add_argument(
         "--claim",
         metavar="NAME[:PATH]",
         help="a PersistentVolumeClaim that all pods can write, and where it is mounted (default path: /data)",
     )
     parser.add_argument(
-        "--folder", type=Path, help="where it runs (default: the claim's path): relative paths start there"
+        "--folder", type=Path, help="working directory, for relative paths (default: the claim's path)"
     )
-    parser.add_argument("--gpu-resource", default="nvidia.com/gpu", help="(default: nvidia.com/gpu)")
-    parser.add_argument("--cpus", help="of a pod, such as 32")
-    parser.add_argument("--memory", help="of a pod, such as 256Gi")
-    parser.add_argument("--shared-memory", default="16Gi", help="/dev/shm of a pod (default: 16Gi)")
     parser.add_argument(
-        "--node-selector", action="append", default=[], metavar="LABEL=VALUE", help="which nodes to take"
+        "--gpu-resource", default="nvidia.com/gpu", help="resource name of GPUs (default: nvidia.com/gpu)"
+    )
+    parser.add_argument("--cpus", help="CPUs per pod, such as 32")
+    parser.add_argument("--memory", help="memory per pod, such as 256Gi")
+    parser.add_argument("--shared-memory", default="16Gi", help="size of /dev/shm of a pod (default: 16Gi)")
+    parser.add_argument(
+        "--node-selector",
+        action="append",
+        default=[],
+        metavar="LABEL=VALUE",
+        help="label of the nodes to use; can be repeated",
     )
     parser.add_argument(
         "--warning-s",
         type=int,
         default=120,
-        help="seconds that a pod has to save before it is killed (default: 120)",
+        help="grace period: seconds that a pod has to save before it is killed (default: 120)",
     )
-    parser.add_argument("--max-restarts", type=int, default=10, help="after failures (default: 10)")
-    parser.add_argument("--out", type=Path, help="the manifest (default: standard output)")
+    parser.add_argument(
+        "--max-restarts", type=int, default=10, help="how often to restart after failures (default: 10)"
+    )
+    parser.add_argument("--out", type=Path, help="the manifest to write (default: standard output)")
     parser.set_defaults(run=kubernetes)
 
 
 def _add_world(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
-    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
     parser.add_argument(
-        "--gpus-per-node", type=int, help="with a rank on each (default: the grid's ranks of a node)"
+        "--gpus-per-node",
+        type=int,
+        help="GPUs per node, with a rank on each (default: the grid's ranks per node)",
     )
-    parser.add_argument("--ranks-per-node", type=int, help="alone: on CPUs")
+    parser.add_argument(
+        "--ranks-per-node", type=int, help="ranks per node; without --gpus-per-node they run on CPUs"
+    )
     add_changes(parser)
-    parser.add_argument("--name", help="of the job (default: the file's name)")
+    parser.add_argument("--name", help="name of the job (default: the name of the run config)")
 
 
 def slurm(options: argparse.Namespace) -> int:
@@ -145,7 +167,7 @@ def slurm(options: argparse.Namespace) -> int:
     out = options.out or options.file.with_suffix(".sbatch")
     out.write_text(script)
     if options.dry_run:
-        logs.mkdir(parents=True, exist_ok=True)  # Slurm does not make it
+        logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
         print(f"wrote {out}; submit it with: sbatch {out}")
         return 0
     number = submit(out, logs)
@@ -159,7 +181,7 @@ def kubernetes(options: argparse.Namespace) -> int:
     config, world = _checked(options)
     claim, _, path = (options.claim or "").partition(":")
     path = path or "/data"
-    _check_checkpoints_stay(config.checkpoints.folder, Path(path) if claim else None, options.folder)
+    _check_checkpoints_persist(config.checkpoints.folder, Path(path) if claim else None, options.folder)
     job = KubernetesJob(
         world,
         run=options.file.read_text(),
@@ -188,14 +210,14 @@ def kubernetes(options: argparse.Namespace) -> int:
 
 
 def _checked(options: argparse.Namespace) -> tuple[Any, Any]:
-    """The run and its world, refused before anybody waits for them."""
+    """The run config and its world; errors are raised before the job waits in a queue."""
     from fourfold.config.run_file import load_run
     from fourfold.launch.world import world_of
 
     config = load_run(options.file, options.set)
     if not config.checkpoints.resume:
         raise ValueError(
-            "checkpoints.resume is false: a job that is started again would begin at step 0; "
+            "checkpoints.resume is false: a restarted job would begin at step 0; "
             "use --set checkpoints.resume=true"
         )
     world = world_of(
@@ -207,13 +229,13 @@ def _checked(options: argparse.Namespace) -> tuple[Any, Any]:
     return config, world
 
 
-def _check_checkpoints_stay(checkpoints: str, claim: Path | None, folder: Path | None) -> None:
+def _check_checkpoints_persist(checkpoints: str, claim: Path | None, folder: Path | None) -> None:
     if "://" in checkpoints:
         return
     place = (folder or claim or Path("/")) / checkpoints
     if claim is None or not place.is_relative_to(claim):
         raise ValueError(
-            f"checkpoints.folder={checkpoints!r} would be {place} inside a pod, and gone with it; use --claim for a "
+            f"checkpoints.folder={checkpoints!r} would be {place} inside a pod, and lost with it; use --claim for a "
             "volume and a folder on it, or --set checkpoints.folder=s3://bucket/run"
         )
 

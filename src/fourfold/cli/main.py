@@ -1,4 +1,4 @@
-"""`fourfold COMMAND`: where the commands come together."""
+"""The `fourfold` command line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from fourfold.cli import calibrate, checkpoint, data, drill, dryrun, export, init, launch, plan, report, train
 from fourfold.processes import REFUSED
 
-# Unlike a disk that is full, a file system that does not answer, or a checkpoint that was not saved for it.
-_MENDED_BY_HAND = (
+# A restart does not help here, unlike after a full disk, a file system that does not respond, or a failed save.
+_NEEDS_A_PERSON = (
     ValueError,
     FileNotFoundError,
     FileExistsError,
@@ -37,16 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launch.add_to(commands)
     drill.add_to(commands)
     options = parser.parse_args(arguments)
-    return status_of(lambda: int(options.run(options)))
+    return exit_code_of(lambda: int(options.run(options)))
 
 
-def status_of(work: Callable[[], int]) -> int:
-    """What a command ends with. What a person has to mend is refused; what a machine did may be over at the next try."""
+def exit_code_of(work: Callable[[], int]) -> int:
+    """The exit code of a command: errors of the user are fatal, errors of the machine may be gone after a restart."""
     try:
         return work()
-    except (ValueError, OSError) as error:  # anything else is a defect, and keeps its trace
+    except (ValueError, OSError) as error:  # anything else is a bug, and keeps its traceback
         print(f"fourfold: {error}", file=sys.stderr)
-        return REFUSED if isinstance(error, _MENDED_BY_HAND) else 1
+        return REFUSED if isinstance(error, _NEEDS_A_PERSON) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`fourfold plan`: which layout, does it fit, how long is a step, what limits it."""
+"""`fourfold plan`: predict step time and memory of every layout, and rank them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,18 @@ import argparse
 import json
 import re
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.planner.cost.step import Estimate, Prices, estimate_with
+from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.dry_run_estimate import play, precision_of, schedule_of, target_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import Workload, from_config
 from fourfold.planner.plan import plan as make_plan
-from fourfold.planner.search import Plan
 from fourfold.planner.show.page import write_page
-from fourfold.planner.show.tables import (
-    budget,
-    explain,
-    rate_that_hides,
-    sequence_parallel_speedup,
-    show_plan,
-    y_speedup,
-)
+from fourfold.planner.show.summary import as_json, hiding_bandwidth, pick_layout
+from fourfold.planner.show.tables import budget, explain, sequence_parallel_speedup, show_plan, y_speedup
 from fourfold.planner.show.trace import chrome_trace
 from fourfold.planner.workers import estimate_by_dry_run
 
@@ -37,9 +28,9 @@ if TYPE_CHECKING:
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="rank the layouts of a model on a cluster before anything runs",
+        help="rank the layouts of a model on a cluster",
         description="Predict step time and memory of every layout (data, z, y, x) of a model on a cluster, and rank those "
-        "that fit. Needs no device; every figure is a prediction. With --against, hold a run against its prediction.",
+        "that fit. Needs no device; every number is a prediction. With --against, compare a run with its prediction.",
     )
     parser.add_argument(
         "config", type=Path, nargs="?", help="config.json of a Hugging Face model, or the folder it is in"
@@ -47,8 +38,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--cluster", required=True, help=f"a preset ({', '.join(clusters.presets())}) or a TOML file"
     )
-    parser.add_argument("--gpus", type=int, help="ranks, one a device")
-    parser.add_argument("--length", type=int, help="tokens of a sequence")
+    parser.add_argument("--gpus", type=int, help="number of ranks, one per device")
+    parser.add_argument("--length", type=int, help="tokens per sequence")
     batch = parser.add_mutually_exclusive_group()
     batch.add_argument("--sequences", type=int, help="the global batch in sequences")
     batch.add_argument("--batch-tokens", type=amount, help="the global batch in tokens, such as 4M")
@@ -57,42 +48,53 @@ def add_to(commands: Any) -> None:
         type=int,
         default=20,
         metavar="N",
-        help="simulate the best N over their dry runs, seconds each; 20, unless given (0: by formulas alone, at once)",
+        help="simulate the best N layouts from their dry runs, which takes seconds each; 0 uses formulas alone (default: 20)",
     )
     parser.add_argument(
-        "--weights", choices=("fsdp2", "streamed"), help="FSDP2 on GPUs and streamed on CPUs, unless given"
+        "--weights",
+        choices=("fsdp2", "streamed"),
+        help="weights backend (default: FSDP2 on GPUs, streamed on CPUs)",
     )
     parser.add_argument(
-        "--precision", choices=("bf16", "fp32"), help="bf16 on GPUs and fp32 on CPUs, unless given"
+        "--precision",
+        choices=("bf16", "fp32"),
+        help="precision of matmuls and activations (default: bf16 on GPUs, fp32 on CPUs)",
     )
     parser.add_argument(
         "--activations",
         choices=("replicated", "token-sharded"),
-        help="what x and y ranks would repeat: replicated, or cut by tokens; both are looked at, unless given",
+        help="activations that x and y ranks would duplicate: replicated, or sharded by tokens (default: consider both)",
     )
     parser.add_argument(
         "--keep-inputs",
         action=argparse.BooleanOptionalAction,
-        help="of token-sharded activations: keep gathered inputs for backward, or gather them again; both are looked at, unless "
-        "given",
+        help="with token-sharded activations: keep gathered inputs for backward, or re-gather them (default: consider both)",
     )
-    parser.add_argument("--rows", type=int, default=10, help="layouts to show")
+    parser.add_argument("--rows", type=int, default=10, help="number of layouts to show (default: 10)")
     parser.add_argument(
-        "--explain", nargs=2, metavar=("A", "B"), help="why A beats B: places in the table, or DATA,Z,Y,X"
+        "--explain",
+        nargs=2,
+        metavar=("A", "B"),
+        help="explain why A is faster than B; give row numbers of the table, or DATA,Z,Y,X",
     )
-    parser.add_argument("--tokens", type=amount, help="the tokens to train on, for the time they take")
-    parser.add_argument("--price", type=float, help="of a device hour")
-    parser.add_argument("--watts", type=float, help="of a device")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all estimates there")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at")
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write the best layout's timeline, for ui.perfetto.dev"
+        "--tokens", type=amount, help="number of training tokens, such as 15T, to estimate the training time"
+    )
+    parser.add_argument("--price", type=float, help="price of a device hour")
+    parser.add_argument("--watts", type=float, help="power of a device in watts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all estimates to this file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write the timeline of the best layout, for ui.perfetto.dev",
     )
     parser.add_argument(
         "--against",
         type=Path,
         metavar="RUN",
-        help="what fourfold.save_run wrote: compare it with its prediction",
+        help="a file written by fourfold.save_run, to compare with its prediction",
     )
     parser.set_defaults(run=run)
 
@@ -128,15 +130,13 @@ def run(options: argparse.Namespace) -> int:
     print(y_speedup(plan))
     if sequence_parallel_speedup(plan):
         print(sequence_parallel_speedup(plan))
-    print(_what_hides(prices, best, sequences, cluster))
+    print(hiding_bandwidth(prices, best, sequences))
     if options.tokens:
         print(budget(best, options.tokens, price_per_hour=options.price, watts=options.watts))
     elif options.price is not None or options.watts is not None:
-        raise ValueError(
-            "--price and --watts are of a training of so many tokens; give --tokens, such as 15T"
-        )
+        raise ValueError("--price and --watts need the number of training tokens; give --tokens, such as 15T")
     if options.explain:
-        a, b = (pick(word, plan, prices, sequences) for word in options.explain)
+        a, b = (pick_layout(word, plan, prices, sequences) for word in options.explain)
         print(explain(a, b))
     if options.json:
         options.json.write_text(json.dumps(as_json(plan, title)))
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
         timeline = _timeline(path, best, sequences, options.length, cluster, precision)
         if not timeline.spans:
             print(
-                f"Ranks of {cluster.name} share cores and were played through together: there is no timeline of one."
+                f"Ranks of {cluster.name} share cores and were simulated together: there is no timeline of a single rank."
             )
         if options.html:
             write_page(options.html, plan, cluster, title, timeline)
@@ -156,24 +156,24 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    """The sequences of the global batch."""
-    lacking = [f"--{name}" for name in ("gpus", "length") if getattr(options, name) is None]
+    """Reject missing or invalid options; the number of sequences of the global batch."""
+    missing = [f"--{name}" for name in ("gpus", "length") if getattr(options, name) is None]
     if options.config is None:
-        lacking.insert(0, "config.json")
+        missing.insert(0, "config.json")
     if options.sequences is None and options.batch_tokens is None:
-        lacking.append("--sequences (or --batch-tokens)")
-    if lacking:
-        raise ValueError(f"a plan needs {', '.join(lacking)} as well; --against RUN needs --cluster alone")
+        missing.append("--sequences (or --batch-tokens)")
+    if missing:
+        raise ValueError(f"a plan needs {', '.join(missing)} as well; --against RUN needs --cluster alone")
     for name in ("gpus", "length", "sequences", "rows"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} is no number of at least 1; use one")
+            raise ValueError(f"--{name} {value} is not allowed; use 1 or more")
     if options.sequences is not None:
         return int(options.sequences)
     sequences = int(options.batch_tokens // options.length)
     if sequences < 1:
         raise ValueError(
-            f"a batch of {options.batch_tokens:.0f} tokens holds no sequence of {options.length}; use more tokens"
+            f"a batch of {options.batch_tokens:.0f} tokens is smaller than a sequence of {options.length}; use more tokens"
         )
     return sequences
 
@@ -186,19 +186,6 @@ def _billions(workload: Workload) -> str:
     )
 
 
-def _what_hides(prices: Prices, best: Estimate, sequences: int, cluster: Cluster) -> str:
-    rates = rate_that_hides(prices, best, sequences)
-    if rates is None:
-        return "No bandwidth would hide all of the best layout's communication: latencies, or what nothing hides, remain."
-    links = cluster.links
-    if rates == (links.node_gbps, links.device_gbps):
-        return "By the formulas, all but 2 % of the best layout's communication is hidden."
-    return (
-        f"By the formulas, all but 2 % of the best layout's communication would hide at {rates[0]:.0f} GB/s out of a node (it "
-        f"has {links.node_gbps:g}) and {rates[1]:.0f} GB/s inside (it has {links.device_gbps:g})."
-    )
-
-
 def _timeline(
     path: Path, best: Estimate, sequences: int, length: int, cluster: Cluster, precision: str
 ) -> Simulated:
@@ -206,40 +193,8 @@ def _timeline(
     return play(rehearsal, cluster, keep_spans=True)[0]
 
 
-def pick(word: str, plan: Plan, prices: Prices, sequences: int) -> Estimate:
-    """A layout by its place in the table, or by its grid."""
-    if word.isdigit():
-        place = int(word)
-        if not 1 <= place <= len(plan.ranked):
-            raise ValueError(f"there is no layout number {place}; the table has 1 to {len(plan.ranked)}")
-        return plan.ranked[place - 1]
-    try:
-        data, z, y, x = (int(part) for part in word.split(","))
-    except ValueError:
-        raise ValueError(f"{word!r} is no layout; give its number in the table, or DATA,Z,Y,X") from None
-    found = next((e for e in plan.ranked if e.layout.grid == (data, z, y, x)), None)
-    if found is not None:
-        return found
-    reason = next((r.reason for r in plan.rejected if r.layout.grid == (data, z, y, x)), None)
-    if reason is None:
-        raise ValueError(f"{word} is no grid of {plan.ranks} ranks; their product has to be {plan.ranks}")
-    print(f"{word} cannot run: {reason}")
-    return estimate_with(prices, Layout(data, z, y, x, activation_checkpointing="full"), sequences)
-
-
-def as_json(plan: Plan, title: str) -> dict[str, Any]:
-    return {
-        "title": title,
-        "memory_limit_bytes": plan.memory_limit_bytes,
-        "considered": plan.considered,
-        "notes": plan.notes,
-        "ranked": [{**asdict(e), "limited_by": e.limited_by} for e in plan.ranked],
-        "rejected": [asdict(r) for r in plan.rejected],
-    }
-
-
 def amount(text: str) -> float:
-    """A number with K, M, B or T behind it, if any.
+    """A number with an optional suffix K, M, B or T.
 
     Example:
         >>> amount("4M")
@@ -247,5 +202,5 @@ def amount(text: str) -> float:
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmMbBgGtT]?)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount; give a number such as 4000000 or 4M")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount; give a number such as 4000000 or 4M")
     return float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}[match[2].lower()]

@@ -1,4 +1,4 @@
-"""`fourfold report`: the page of a run, from the files that it left."""
+"""`fourfold report`: write the HTML report of a run from its logs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
-        help="write the page of a run from its logs",
-        description="Write report.html from the run.json and metrics.jsonl in a run's log folder: also of a run that "
-        "still goes on, or that was killed. A cluster adds the prediction, which takes a dry run.",
+        help="write the HTML report of a run from its logs",
+        description="Write report.html from the run.json and metrics.jsonl in a run's log folder, also while the run is "
+        "training, or after it was killed. With a cluster, the report includes the prediction, which needs a dry run.",
     )
-    parser.add_argument("folder", type=Path, help="what [logging] folder of the run's file names")
+    parser.add_argument("folder", type=Path, help="the run's log folder, logging.folder of the run config")
     parser.add_argument(
-        "--cluster", help="predict on this preset or TOML file (default: grid.cluster of the run's file)"
+        "--cluster", help="a preset or TOML file to predict for (default: grid.cluster of the run config)"
     )
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""`fourfold train`: a run, on the ranks that are there or on ranks of this machine."""
+"""`fourfold train`: train as a rank of a launcher, or start ranks on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli.arguments import add_changes, add_file, add_ranks
-from fourfold.processes import CONTINUE, MAX_RESTARTS, is_rank
+from fourfold.processes import CONTINUE, MAX_RESTARTS, is_rank, stop_with_agent
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
-        help="train a model as a file says",
-        description="Train a model as a TOML file says. Alone it starts a rank on every device that the grid needs, or on "
-        "the CPU; under torchrun or srun it joins the ranks that are there. Run the same command again after an "
-        "interruption: it goes on from the newest checkpoint, also on another grid. If a rank dies, all that it has started "
-        "here begin again from the newest checkpoint; under torchrun that is torchrun's --max-restarts. Asked to stop (SIGINT, SIGTERM, or SIGUSR1 to "
-        f"the ranks), it saves after the step and ends with status {CONTINUE}.",
+        help="train a model from a run config",
+        description="Train a model from a run config (TOML). By itself it starts a rank for every device that the grid needs, or on "
+        "the CPU; under torchrun or srun it joins the other ranks. Run the same command again after an interruption: it "
+        "resumes from the newest checkpoint, also on another grid. If a rank dies, all ranks on this machine restart from "
+        "the newest checkpoint; under torchrun its --max-restarts applies. On SIGINT, SIGTERM, or SIGUSR1 to the ranks, it "
+        f"saves after the step and exits with code {CONTINUE}.",
     )
     add_file(parser)
     add_changes(parser)
@@ -32,10 +32,10 @@ def add_to(commands: Any) -> None:
         "--max-restarts",
         type=int,
         metavar="N",
-        help=f"start the ranks of this machine again so often when one dies ({MAX_RESTARTS}); one alone is not",
+        help=f"how often to restart the ranks of this machine when one dies (default: {MAX_RESTARTS}); needs two or more ranks",
     )
     parser.add_argument(
-        "--profile", metavar="STEPS", help="write a trace of these steps for ui.perfetto.dev, such as 10:12"
+        "--profile", metavar="STEPS", help="trace these steps for ui.perfetto.dev, such as 10:12"
     )
     parser.set_defaults(run=run)
 
@@ -48,6 +48,7 @@ def run(options: argparse.Namespace) -> int:
         changes.append(f'logging.profile_steps="{options.profile}"')
     config = load_run(options.file, changes)
     if is_rank():
+        stop_with_agent()
         return _train(config, options)
     from fourfold.launch.local import check, local_ranks, start_ranks
 
@@ -56,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
     if ranks == 1:
         if options.max_restarts:
             raise ValueError(
-                f"--max-restarts {options.max_restarts} has no effect on a grid of one rank, which nobody watches; leave it "
-                "out, or start it with python -m fourfold.launch.agent"
+                f"--max-restarts {options.max_restarts} has no effect on a grid of one rank, which runs without an agent; leave "
+                "it out, or start it with python -m fourfold.launch.agent"
             )
         return _train(config, options)
     command = [str(options.file), *(f"--set={change}" for change in changes)]
@@ -71,8 +72,10 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
 
     if train(config):
         return 0
-    for number in SIGNALS:  # asked again on its way out, the process is not to die of it: all is saved
+    for number in SIGNALS:  # a second signal must not kill the exiting process
         signal.signal(number, signal.SIG_IGN)
     if os.environ.get("RANK", "0") == "0":
-        print(f"stopped and saved; the same command goes on: fourfold train {options.file}", file=sys.stderr)
+        print(
+            f"stopped and saved; resume with the same command: fourfold train {options.file}", file=sys.stderr
+        )
     return CONTINUE

@@ -1,1 +1,1 @@
-"""A run's configuration: its fields, its file, and its reference."""
+"""The run config: its schema, its file format, and its reference page."""

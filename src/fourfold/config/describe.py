@@ -1,20 +1,21 @@
-"""The configuration for reading: a commented starting file, a page for the docs."""
+"""Text made from the schema: a commented starting file and the reference page of the docs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from fourfold.config.schema import CHOSEN_ALONG, EngineSection, RunConfig
 
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama, and a run that suits it."""
+    """A Llama, and a run config that suits it."""
 
     hidden: int
     inner: int
@@ -30,7 +31,7 @@ class Size:
     precision: str = "bf16"
 
 
-# Batches and rates as in published runs; steps make some twenty tokens a parameter, of 405b as many as its authors trained on.
+# Batches and learning rates as in published runs; steps give about 20 tokens per parameter, for 405b as in its paper.
 SIZES = {
     "1m": Size(128, 384, 4, 4, 2, 256, 2_048, 3e-3, 100, is_tied=True, precision="fp32"),  # minutes on a CPU
     "10m": Size(256, 768, 8, 8, 4, 512, 32_768, 2e-3, 6_000, is_tied=True),
@@ -43,7 +44,7 @@ SIZES = {
 
 
 def model_config(size: str, vocabulary: int) -> dict[str, Any]:
-    """A config.json of Llama's shape."""
+    """The config.json of a Llama of this size."""
     chosen = SIZES[size]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -60,45 +61,32 @@ def model_config(size: str, vocabulary: int) -> dict[str, Any]:
 
 
 def starting_file(size: str, *, model: str, data: str) -> str:
-    """A run's TOML with every field, its value for a model of that size, and its sentence."""
-    about = SIZES[size]
+    """A run config with every field, its value for a model of this size, and its description."""
+    suited = SIZES[size]
     chosen: dict[str, Any] = {
         "model.config": model,
         "data.sources": [{"path": data}],
-        "data.sequence_length": about.length,
-        "batch.tokens": about.batch_tokens,
-        "optimizer.lr": about.lr,
-        "schedule.steps": about.steps,
-        "schedule.warmup_steps": min(2000, about.steps // 10),
-        "engine.precision": about.precision,
-        "engine.activation_checkpointing": "full" if about.is_recomputed else "none",
+        "data.sequence_length": suited.length,
+        "batch.tokens": suited.batch_tokens,
+        "optimizer.lr": suited.lr,
+        "schedule.steps": suited.steps,
+        "schedule.warmup_steps": min(2000, suited.steps // 10),
+        "engine.precision": suited.precision,
+        "engine.activation_checkpointing": "full" if suited.is_recomputed else "none",
     }
     lines = [
         f"# A run of a {size.upper()} model. `fourfold train` reads it; --set section.field=value changes it."
     ]
-    lines += _lines(RunConfig, "", chosen)
+    for path, section in _sections(RunConfig, ""):
+        lines += ["", f"# {section.__doc__}", f"[{path}]"] if path else []
+        for field, about in _fields(section):
+            name = f"{path}.{field}" if path else field
+            value = chosen.get(name, None if about.is_required() else about.default)
+            written = f"{field} = {toml_value(value)}" if value is not None else f"# {field} ="
+            if section is EngineSection and field in CHOSEN_ALONG and value == about.default:
+                written = f"# {written}"  # set in a file, it would not be chosen by `grid.auto`
+            lines += [f"# {about.description}", written]
     return "\n".join(lines) + "\n"
-
-
-def _lines(section: type[BaseModel], name: str, chosen: dict[str, Any]) -> Iterator[str]:
-    tables: list[tuple[str, type[BaseModel]]] = []
-    for field, about in section.model_fields.items():
-        path = f"{name}.{field}" if name else field
-        kind = about.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            tables.append((path, kind))
-            continue
-        value = chosen.get(path, None if about.is_required() else about.default)
-        written = f"{field} = {toml_value(value)}" if value is not None else f"# {field} ="
-        if section is EngineSection and field in CHOSEN_ALONG and value == about.default:
-            written = f"# {written}"  # what a file says, stays
-        yield f"# {about.description}"
-        yield written
-    for path, kind in tables:
-        yield ""
-        yield f"# {kind.__doc__}"
-        yield f"[{path}]"
-        yield from _lines(kind, path, chosen)
 
 
 def toml_value(value: Any) -> str:
@@ -118,30 +106,42 @@ def toml_value(value: Any) -> str:
     return json.dumps(str(value))
 
 
+def to_toml(values: dict[str, Any]) -> str:
+    """A run config of plain values as TOML."""
+    lines = [f"{name} = {toml_value(value)}" for name, value in values.items() if not isinstance(value, dict)]
+    for section, fields in values.items():
+        if isinstance(fields, dict):
+            lines += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in fields.items())]
+    return "\n".join(lines) + "\n"
+
+
 def reference() -> str:
-    """The docs page: a table for each section."""
-    lines = ["# The run's file", ""]
+    """The reference page: a table for each section."""
+    lines = ["# Run config", ""]
     for path, kind in _sections(RunConfig, ""):
         lines += [f"## {f'`[{path}]`' if path else 'At the top'}", "", str(kind.__doc__), ""]
         lines += ["| field | default | what it does |", "|---|---|---|"]
-        for field, about in kind.model_fields.items():
-            if isinstance(about.annotation, type) and issubclass(about.annotation, BaseModel):
-                continue
-            default = (
-                "required"
-                if about.is_required()
-                else toml_value(about.default)
-                if about.default is not None
-                else "none"
-            )
+        for field, about in _fields(kind):
+            given = "none" if about.default is None else toml_value(about.default)
+            default = "required" if about.is_required() else given
             lines.append(f"| `{field}` | `{default}` | {about.description} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _sections(section: type[BaseModel], name: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    yield name, section
+def _sections(section: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """(path, section) of this section and of all below it."""
+    yield path, section
     for field, about in section.model_fields.items():
-        kind = about.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _sections(kind, f"{name}.{field}" if name else field)
+        if _is_section(about.annotation):
+            yield from _sections(about.annotation, f"{path}.{field}" if path else field)
+
+
+def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    return [
+        (name, field) for name, field in section.model_fields.items() if not _is_section(field.annotation)
+    ]
+
+
+def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)

@@ -1,4 +1,4 @@
-"""How a run's file is read, and what is wrong in it said in words."""
+"""Read a run config, and explain what is wrong in it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from pydantic import BaseModel, ValidationError
 
 from fourfold.config.schema import RunConfig
 
-MAX_BYTES = 2**20  # of the file
+MAX_BYTES = 2**20  # of a run config
 
 
 class ConfigError(ValueError):
-    """What is wrong in a run's file, by the name of the field, with the way out."""
+    """An error in a run config: the field and the remedy."""
 
 
 def load_run(path: str | Path, changes: Sequence[str] = ()) -> RunConfig:
-    """The run that a TOML file describes, with ``changes`` like ``optimizer.lr=3e-4``."""
+    """Load a run config, with ``changes`` like ``optimizer.lr=3e-4``."""
     path = Path(path)
     if not path.exists():
-        raise ConfigError(f"there is no {path}; `fourfold init {path}` writes a starting file")
+        raise ConfigError(f"{path} does not exist; `fourfold init {path}` writes a starting file")
     if (size := path.stat().st_size) > MAX_BYTES:
         raise ConfigError(
-            f"{path} has {size} bytes; a run's file has a few thousand, and no more than {MAX_BYTES}"
+            f"{path} has {size} bytes; a run config has a few thousand, and at most {MAX_BYTES}"
         )
     try:
         values = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for change in changes:
         apply(values, change)
     return from_dict(values)
@@ -41,11 +41,11 @@ def from_dict(values: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_words(e) for e in error.errors())) from None
+        raise ConfigError("\n".join(_message(e) for e in error.errors())) from None
 
 
 def apply(values: dict[str, Any], change: str) -> None:
-    """Set a field of the file's values; what is no TOML value is text.
+    """Set a field of the file's values; a value that is not TOML is taken as text.
 
     Example:
         >>> values = {"optimizer": {"lr": 1e-3}}
@@ -66,14 +66,14 @@ def apply(values: dict[str, Any], change: str) -> None:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             path = ".".join(sections[:depth])
-            raise ConfigError(f"{change!r} sets nothing: {path} is no section; set it as a whole, {path}=...")
+            raise ConfigError(f"{change!r} sets nothing: {path} is not a section; set all of it, {path}=...")
     values[field] = value
 
 
-# -- errors in words ----------------------------------------------------------------------------------------------------
+# -- error messages ---------------------------------------------------------------------------------------------------
 
 
-def _words(error: Any) -> str:
+def _message(error: Any) -> str:
     path = [str(part) for part in error["loc"]]
     name = ".".join(path)
     if error["type"] == "extra_forbidden":

@@ -1,6 +1,6 @@
-"""What a run is: one TOML file, every field with a sentence on what it does.
+"""The schema of a run config: one TOML file, with a description of every field.
 
-The sentences are the documentation: the schema, the page of the docs and the comments of a starting file are made of them.
+The JSON schema, the reference page of the docs and the comments of a starting file are made from the descriptions.
 """
 
 from __future__ import annotations
@@ -26,51 +26,49 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """A part of the file; a word that it does not know is refused."""
+    """A section of the file; unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ModelSection(Section):
-    """The model: an architecture of Hugging Face, unmodified."""
+    """The model: an unmodified Hugging Face architecture."""
 
-    config: Path | None = Field(
-        None, description="A config.json, or the folder of one: start from drawn weights."
-    )
+    config: Path | None = Field(None, description="A config.json, or its folder: start from random init.")
     pretrained: Path | None = Field(
         None, description="A folder with config.json and safetensors, or a hub id: start from these weights."
     )
 
     @model_validator(mode="after")
-    def one_of_both(self) -> ModelSection:
+    def exactly_one_is_given(self) -> ModelSection:
         if (self.config is None) == (self.pretrained is None):
             raise ValueError(
-                "give either config (drawn weights) or pretrained (weights to start from), not both"
+                "give either config (random init) or pretrained (weights to start from), not both"
             )
         return self
 
 
 class Source(Section):
-    """A data set that `fourfold data prepare` made."""
+    """A data set prepared by `fourfold data prepare`."""
 
     path: Path = Field(description="The folder of the prepared data set.")
     weight: PositiveFloat = Field(
-        1.0, description="How much of the samples come from it, against the other sources."
+        1.0, description="The fraction of samples from this source, relative to the weights of the others."
     )
 
 
 class DataSection(Section):
-    """The text, in prepared data sets."""
+    """The training text, as prepared data sets."""
 
     sources: tuple[Source, ...] = Field(min_length=1, description="Data sets, each with its weight.")
-    sequence_length: PositiveInt = Field(1024, description="Tokens of a sample.")
+    sequence_length: PositiveInt = Field(1024, description="Tokens per sample.")
     read_ahead: Annotated[int, Field(ge=0)] = Field(
-        2, description="Batches that a thread reads before they are asked for."
+        2, description="Batches that a background thread prefetches."
     )
 
 
 class GridSection(Section):
-    """The ranks on four axes. Their product has to be the number of ranks, unless the planner chooses."""
+    """The sizes of the four grid axes. Their product has to be the number of ranks, unless the planner chooses."""
 
     auto: bool = Field(False, description="Ask the planner for the fastest grid; needs `cluster`.")
     cluster: str | None = Field(
@@ -86,9 +84,11 @@ class GridSection(Section):
         return self.data * self.z * self.y * self.x
 
     @model_validator(mode="after")
-    def auto_knows_the_cluster(self) -> GridSection:
+    def auto_needs_a_cluster(self) -> GridSection:
         if self.auto and self.cluster is None:
-            raise ValueError("auto asks the planner, which needs cluster: a preset's name or a TOML file")
+            raise ValueError(
+                "auto lets the planner choose, which needs cluster: a preset's name or a TOML file"
+            )
         return self
 
 
@@ -102,31 +102,32 @@ class OptimizerSection(Section):
         3e-4, description="The learning rate after warm-up; Muon scales it to updates of AdamW's size."
     )
     momentum: Fraction = Field(0.95, description="Muon's momentum; AdamW has none.")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW's two rates of decay.")
-    eps: PositiveFloat = Field(1e-8, description="AdamW's smallest denominator.")
+    betas: tuple[Fraction, Fraction] = Field(
+        (0.9, 0.95), description="AdamW's decay rates of the two moments."
+    )
+    eps: PositiveFloat = Field(1e-8, description="Added to AdamW's denominator.")
     weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.1, description="Of matrices; norms and biases have none."
+        0.1, description="Weight decay of matrices; norms and biases have none."
     )
-    max_norm: PositiveFloat | None = Field(
-        1.0, description="Gradients are clipped to this norm; none: they are not."
-    )
+    max_norm: PositiveFloat | None = Field(1.0, description="Clip gradients to this norm; none: no clipping.")
 
 
 class ScheduleSection(Section):
-    """How long, and the learning rate on the way."""
+    """The number of steps and the learning-rate schedule."""
 
-    steps: PositiveInt = Field(1000, description="Steps of the whole run.")
+    steps: PositiveInt = Field(1000, description="Steps of the run.")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
-        100, description="Steps over which the rate rises from 0."
+        100, description="Steps over which the learning rate rises from 0."
     )
     kind: Literal["cosine", "wsd", "constant"] = Field(
-        "cosine", description="After warm-up: a cosine to the end, steady with a decay at the end, or steady."
+        "cosine",
+        description="After warm-up: cosine decay, constant with a decay at the end (wsd), or constant.",
     )
     decay_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="With wsd: the last steps, over which it falls."
+        0, description="With wsd: the number of last steps over which the learning rate decays."
     )
     final: Fraction = Field(
-        0.1, description="With cosine and wsd: the rate at the end, as a part of the highest."
+        0.1, description="With cosine and wsd: the final learning rate as a fraction of the highest."
     )
 
     @model_validator(mode="after")
@@ -142,52 +143,56 @@ class ScheduleSection(Section):
             )
         if self.kind == "wsd" and not self.decay_steps:
             raise ValueError(
-                "wsd falls over decay_steps, which is 0; use a fifth of steps, or kind='constant'"
+                "wsd decays over decay_steps, which is 0; use a fifth of steps, or kind='constant'"
             )
         return self
 
 
 class BatchSection(Section):
-    """The global batch, whatever the grid."""
+    """The global batch, independent of the grid."""
 
     tokens: PositiveInt = Field(
-        524_288, description="Tokens of a step, over all ranks; a multiple of sequence_length."
+        524_288, description="Tokens per step, over all ranks; a multiple of sequence_length."
     )
     micro_batch_sequences: PositiveInt | None = Field(
-        None, description="Sequences that a rank takes at a time; none: all of its share at once."
+        None, description="Sequences per micro-batch of a rank; none: all of its sequences at once."
     )
 
 
-# Of the engine, beside what has an "auto": `grid.auto` chooses it along unless the run's file says it.
+# Engine fields that `grid.auto` chooses unless the run config sets them, in addition to those with an "auto".
 CHOSEN_ALONG = frozenset({"keep_inputs", "activation_checkpointing", "keep_weights_bytes"})
 
 
 class EngineSection(Section):
-    """How a step is computed; the numbers are those of one process whatever is set."""
+    """How a step is computed; results equal those of one process for every setting."""
 
     precision: Literal["fp32", "bf16"] = Field(
-        "bf16", description="Of matmuls and activations; masters are fp32."
+        "bf16", description="Of matmuls and activations; master weights are fp32."
     )
     activations: Literal["auto", "replicated", "token-sharded"] = Field(
         "auto",
-        description="What x and y ranks would compute and keep twice: replicated, or cut by tokens where the model allows it.",
+        description="Activations that x and y ranks would duplicate: replicated, or sharded by tokens where the model allows it.",
     )
     keep_inputs: bool = Field(
         True,
-        description="With token-sharded activations: gathered inputs wait for backward instead of coming twice.",
+        description="With token-sharded activations: keep gathered inputs for backward instead of re-gathering them.",
     )
     activation_checkpointing: Literal["none", "full"] = Field(
         "none", description="Recompute activations in backward."
     )
-    weights: Literal["auto", "fsdp2", "streamed"] = Field("auto", description="Who gathers weights over z.")
+    weights: Literal["auto", "fsdp2", "streamed"] = Field(
+        "auto", description="The backend that gathers weights over z."
+    )
     keep_weights_bytes: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="With streamed weights: so many gathered bytes wait for backward instead of coming twice.",
+        description="With streamed weights: bytes of gathered weights kept for backward instead of re-gathering them.",
     )
-    compile: bool = Field(False, description="Refused if true: with compiled blocks a grid is not exact.")
+    compile: bool = Field(
+        False, description="Unsupported; true is rejected: with compiled blocks a grid is not exact."
+    )
 
     @model_validator(mode="after")
-    def inputs_are_gathered(self) -> EngineSection:
+    def keep_inputs_has_an_effect(self) -> EngineSection:
         if not self.keep_inputs and self.activations == "replicated":
             raise ValueError(
                 "keep_inputs=false is for activations='token-sharded', and this is activations='replicated'; leave it true"
@@ -198,110 +203,117 @@ class EngineSection(Section):
     def not_compiled(self) -> EngineSection:
         if self.compile:
             raise ValueError(
-                "compile=true is refused: with blocks under torch.compile a grid's gradients are not those of one process "
+                "compile=true is unsupported: with blocks under torch.compile a grid's gradients are not those of one process "
                 "(docs/decisions/0016-compile.md); leave it false"
             )
         return self
 
 
 class CheckpointSection(Section):
-    """What is saved, where and how often."""
+    """Where and how often checkpoints are saved."""
 
     folder: str = Field("checkpoints", description="A folder, or any fsspec URL such as s3://bucket/run.")
-    every_steps: PositiveInt | None = Field(200, description="Steps between two; none: only at the end.")
+    every_steps: PositiveInt | None = Field(
+        200, description="Steps between two checkpoints; none: only at the end."
+    )
     written_within_steps: PositiveInt | None = Field(
         None,
-        description="So many steps may be done while one is written, then they wait: with 1, a failure never costs more than "
-        "every_steps; none: they do not wait.",
+        description="Training waits when a checkpoint is still being written after this many steps: with 1, a failure never costs "
+        "more than every_steps; none: it does not wait.",
     )
-    keep: PositiveInt = Field(3, description="So many of the newest stay.")
-    resume: bool = Field(True, description="Go on from the newest valid one, if there is one.")
+    keep: PositiveInt = Field(3, description="The number of newest checkpoints to keep.")
+    resume: bool = Field(True, description="Resume from the newest valid checkpoint, if there is one.")
 
 
 class EvaluationSection(Section):
-    """The loss on text that is not trained on."""
+    """The loss on held-out text."""
 
-    every_steps: PositiveInt | None = Field(200, description="Steps between two; none: only at the end.")
+    every_steps: PositiveInt | None = Field(
+        200, description="Steps between two evaluations; none: only at the end."
+    )
     sequences: PositiveInt = Field(64, description="Samples of the validation split, over all ranks.")
 
 
 class LoggingSection(Section):
-    """What a person sees, and what is kept of it."""
+    """Console output, metrics files and trackers."""
 
-    folder: Path = Field(Path("logs"), description="For metrics.jsonl, TensorBoard and the report.")
+    folder: Path = Field(
+        Path("logs"), description="The folder of metrics.jsonl, TensorBoard's files and the report."
+    )
     every_steps: PositiveInt = Field(
-        10, description="Steps between two lines; on GPUs each waits for the device."
+        10, description="Steps between two log lines; on GPUs each synchronizes with the device."
     )
     tensorboard: bool = Field(True, description="Write TensorBoard's files.")
     wandb_project: str | None = Field(
-        None, description="Log to Weights & Biases, under this project; needs the extra wandb."
+        None, description="Log to this Weights & Biases project; needs the extra wandb."
     )
     mlflow_uri: str | None = Field(
-        None, description="Log to MLflow, at this tracking address; needs the extra mlflow."
+        None, description="Log to MLflow at this tracking URI; needs the extra mlflow."
     )
     prometheus_port: PositiveInt | None = Field(
-        None, description="Serve the newest figures to Prometheus on rank 0; needs the extra prometheus."
+        None,
+        description="Serve the latest metrics to Prometheus on this port of rank 0; needs the extra prometheus.",
     )
     prometheus_address: str = Field(
-        "127.0.0.1", description="Where that is served; by default to this machine alone."
+        "127.0.0.1", description="The address that serves them; by default only this machine can read them."
     )
     profile_steps: str | None = Field(
         None,
-        description="Steps to write traces of, for ui.perfetto.dev: the first and the last, as in 10:12.",
+        description="Steps to trace, for ui.perfetto.dev: the first and the last, as in 10:12.",
     )
 
     @field_validator("profile_steps")
     @classmethod
-    def names_steps(cls, given: str | None) -> str | None:
+    def is_a_step_range(cls, given: str | None) -> str | None:
         if given is not None:
             steps_of(given)
         return given
 
 
 class ReliabilitySection(Section):
-    """What is watched while a run goes on, and when it is given up."""
+    """Timeouts, checks of running ranks, and recovery."""
 
     timeout_s: PositiveFloat = Field(
         120.0,
-        description="Ranks wait so long for each other in a collective; then they end, and say for whom.",
+        description="How long ranks wait for each other in a collective; then they exit and name the missing rank.",
     )
     first_step_timeout_s: PositiveFloat = Field(
-        600.0, description="The same for the first step, in which connections and kernels are made."
+        600.0, description="The same for the first step, which sets up connections and kernels."
     )
     skip_bad_steps: bool = Field(
         True,
-        description="A step whose loss or gradient is no number, or far above the usual, leaves the weights as they are.",
+        description="Skip the update of a step whose loss or gradient is NaN, Inf or far above the usual.",
     )
     spike_sigmas: PositiveFloat | None = Field(
         6.0,
-        description="So many standard deviations above the usual are far; none: only what is no number is bad.",
+        description="How many standard deviations above the usual are far; none: only NaN and Inf are bad.",
     )
     roll_back_after: PositiveInt = Field(
-        5, description="After so many bad steps in a row the run goes back to a checkpoint from before them."
+        5, description="After this many consecutive bad steps, roll back to a checkpoint from before them."
     )
     check_every_steps: PositiveInt = Field(
         10,
-        description="Steps between two comparisons of the weights of replicas; the times of ranks are compared twice as often. "
-        "On GPUs each waits for the device.",
+        description="Steps between two comparisons of the replicas' weights; the step times of ranks are compared twice as often. "
+        "On GPUs each comparison synchronizes with the device.",
     )
     straggler_factor: Annotated[float, Field(gt=1)] = Field(
         1.1,
-        description="A rank that takes so many times as long as the others, over three comparisons, is named.",
+        description="Report a rank whose steps take this many times as long as the others', over three comparisons.",
     )
     lighthouse: str | None = Field(
         None,
-        description="The address of a torchft lighthouse, such as http://head:29510: every replica of the data axis is a job "
-        "of its own, and the others go on without one that is lost; needs the extra torchft.",
+        description="The address of a torchft lighthouse, such as http://head:29510: every replica of the data axis is a "
+        "separate job, and the others continue when one is lost; needs the extra torchft.",
     )
     replica: Annotated[int, Field(ge=0)] = Field(
-        0, description="With a lighthouse: which of the replicas this job is, from 0."
+        0, description="With a lighthouse: the index of this job's replica, from 0."
     )
 
     @field_validator("lighthouse")
     @classmethod
-    def is_an_address(cls, given: str | None) -> str | None:
+    def has_a_port(cls, given: str | None) -> str | None:
         if given is not None and not re.fullmatch(r"https?://.+:\d+/?", given):
-            raise ValueError("this is no address; give one with its port, such as http://head:29510")
+            raise ValueError("this is not an address with a port; use one such as http://head:29510")
         return given
 
 
@@ -309,7 +321,7 @@ class RunConfig(Section):
     """A training run."""
 
     seed: Annotated[int, Field(ge=0)] = Field(
-        0, description="Of initial weights, dropout and the order of samples."
+        0, description="The seed of initial weights, dropout and the order of samples."
     )
     model: ModelSection
     data: DataSection
@@ -324,12 +336,12 @@ class RunConfig(Section):
     reliability: ReliabilitySection = ReliabilitySection()
 
     @model_validator(mode="after")
-    def batch_is_whole(self) -> RunConfig:
+    def batch_has_whole_sequences(self) -> RunConfig:
         tokens, length = self.batch.tokens, self.data.sequence_length
         if tokens % length:
             near = max(1, round(tokens / length)) * length
             raise ValueError(
-                f"batch.tokens={tokens} is no multiple of data.sequence_length={length}; use {near}"
+                f"batch.tokens={tokens} is not a multiple of data.sequence_length={length}; use {near}"
             )
         return self
 
@@ -340,16 +352,16 @@ class RunConfig(Section):
         data, z, replica = self.grid.data, self.grid.z, self.reliability.replica
         if self.grid.auto:
             raise ValueError(
-                "reliability.lighthouse makes each replica a job of its own, and grid.auto would lay out one job; give the grid"
+                "reliability.lighthouse makes each replica a separate job, and grid.auto would lay out one job; set the grid"
             )
         if replica >= data:
             raise ValueError(
-                f"reliability.replica={replica} is none of the grid's data={data} replicas, which are counted from 0; use at "
-                f"most {data - 1}, or a larger grid.data"
+                f"reliability.replica={replica} is not one of the grid's data={data} replicas, which are counted from 0; use "
+                f"at most {data - 1}, or a larger grid.data"
             )
         if not self.checkpoints.resume:
             raise ValueError(
-                "reliability.lighthouse is for replicas that are started again, and checkpoints.resume=false begins anew; "
+                "reliability.lighthouse is for replicas that restart, and checkpoints.resume=false starts from step 0; "
                 "leave it true"
             )
         if self.sequences < data * z:
@@ -360,7 +372,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def every_rank_has_its_share(self) -> RunConfig:
+    def batches_divide_over_ranks(self) -> RunConfig:
         ranks = math.prod(self.shape[:2])
         if self.grid.auto or not (self.sequences % ranks or self.evaluation.sequences % ranks):
             return self
@@ -377,31 +389,31 @@ class RunConfig(Section):
         )
 
     @model_validator(mode="after")
-    def tokens_can_be_cut(self) -> RunConfig:
+    def sequences_can_be_sharded(self) -> RunConfig:
         length = self.data.sequence_length
         undivided = undivided_axis(length, self.grid.y, self.grid.x)
         if self.engine.activations != "token-sharded" or self.grid.auto or undivided is None:
             return self
         axis, ranks = undivided
         raise ValueError(
-            f"engine.activations='token-sharded' cuts sequences over the tensor axes, and grid.{axis}={ranks} does not divide "
+            f"engine.activations='token-sharded' shards sequences over the tensor axes, and grid.{axis}={ranks} does not divide "
             f"data.sequence_length={length}; use {max(1, length // ranks) * ranks}, or 'auto'"
         )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """The grid of this job; with a lighthouse it is one replica of the data axis."""
+        """The grid of this job; with a lighthouse it has one replica of the data axis."""
         grid = self.grid
         return (grid.data if self.reliability.lighthouse is None else 1, grid.z, grid.y, grid.x)
 
     @property
     def sequences(self) -> int:
-        """Of the global batch."""
+        """Sequences of the global batch."""
         return self.batch.tokens // self.data.sequence_length
 
 
 def steps_of(text: str) -> tuple[int, int]:
-    """The first and the last of some steps.
+    """The first and the last step of a range.
 
     Example:
         >>> steps_of("10:12"), steps_of("10")
@@ -410,5 +422,7 @@ def steps_of(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
-        raise ValueError("these are no steps; give the first and the last, such as 10:12, or one, such as 10")
+        raise ValueError(
+            "this is not a range of steps; give the first and the last, such as 10:12, or one, such as 10"
+        )
     return first, last

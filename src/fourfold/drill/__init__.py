@@ -1,1 +1,1 @@
-"""Faults, planted on purpose: the same ones in the tests, in `fourfold drill` and in benchmarks."""
+"""Fault injection: the same faults in the tests, in `fourfold drill` and in benchmarks."""

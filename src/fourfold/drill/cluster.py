@@ -1,4 +1,4 @@
-"""A drill on a cluster: ranks that somebody else starts, and what two of their runs have left, disturbed and not."""
+"""A drill on a cluster: a launcher starts the ranks, and a disturbed run is compared with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -12,56 +12,56 @@ from fourfold.checkpoint.manifest import find_damage
 from fourfold.checkpoint.retention import steps
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
-from fourfold.drill.drill import NOTES, changes_for, compare, happened, without_trackers
+from fourfold.drill.drill import NOTES, changes_for, compare, injected_faults, without_trackers
 from fourfold.drill.fault import Fault
-from fourfold.drill.scenario import exercise_of, last_step, refuse
+from fourfold.drill.scenario import check_fault, last_step, scenario_for
 
-# How often a launcher has started this rank again: torchrun's word for it, and Slurm's.
+# How often torchrun or Slurm has restarted this rank.
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def begin(
     file: Path, changes: Sequence[str], folder: Path, faults: Sequence[Fault], timeout_s: float
 ) -> RunConfig:
-    """The run of this rank, before it joins the others; refuses what would end well without a fault."""
+    """The run config of this rank; rejects a drill in which the faults could not happen."""
     run = _run_of(folder, faults)
-    own = [change for fault in faults for change in exercise_of(fault, timeout_s).changes]
+    own = [change for fault in faults for change in scenario_for(fault, timeout_s).changes]
     config = without_trackers(load_run(file, [*changes, *changes_for(run), *own]))
     ranks = _world_size() if config.grid.auto else config.grid.size
     for fault in faults:
-        refuse(fault, ranks, ranks if config.grid.auto else config.grid.data)
+        check_fault(fault, ranks, ranks if config.grid.auto else config.grid.data)
         if fault.action == "slow" and not fault.seconds:
-            raise ValueError(f"{fault} does not say how long; add seconds=, twice what a step takes")
+            raise ValueError(f"{fault} has no duration; add seconds=, twice the time of a step")
     if all(os.environ.get(name, "0") == "0" for name in RESTARTS):
-        _refuse_what_is_there(run, faults, config.schedule.steps)
+        _reject_leftovers(run, faults, config.schedule.steps)
     return config
 
 
-def _refuse_what_is_there(run: Path, faults: Sequence[Fault], last: int) -> None:
-    there, notes = steps(open_folder(run / "checkpoints")), happened(run)
-    # Started again by hand, after what was asked for has happened.
-    goes_on = notes and set(notes) <= set(faults) and last not in there
-    if (there or notes) and not goes_on:
+def _reject_leftovers(run: Path, faults: Sequence[Fault], last: int) -> None:
+    there, notes = steps(open_folder(run / "checkpoints")), injected_faults(run)
+    # Restarted by hand, after the requested faults have happened.
+    resumes = notes and set(notes) <= set(faults) and last not in there
+    if (there or notes) and not resumes:
         found = f"step-{there[-1]}" if there else str(notes[0])
         raise ValueError(
-            f"{run} has {found} of an earlier drill, and this one would go on from there instead of being disturbed; remove "
+            f"{run} has {found} of an earlier drill, and this one would resume from there instead of being disturbed; remove "
             "that folder, or give another --folder"
         )
 
 
 def judge(folder: Path, faults: Sequence[Fault]) -> tuple[list[str], str]:
-    """(what is wrong with the disturbed run, what can be said of it if nothing is)."""
+    """(what is wrong with the disturbed run, the verdict if nothing is)."""
     run = _run_of(folder, [Fault("kill", "step")])
-    notes = happened(run)
+    notes = injected_faults(run)
     missing = [str(fault) for fault in faults if fault not in notes]
     if missing or not notes:
         what = " and ".join(missing) or "no fault"
         return [
-            f"{run}: {what} has{' not' if missing else ''} happened there, says {run / 'logs' / NOTES}"
+            f"{run}: {what} has{' not' if missing else ''} happened there, according to {run / 'logs' / NOTES}"
         ], ""
-    known = [exercise_of(fault, 0.0).expected for fault in notes]
+    known = [scenario_for(fault, 0.0).expected for fault in notes]
     wrong = [
-        line for fault, expected in zip(notes, known, strict=True) for line in expected.shows(run, fault)
+        line for fault, expected in zip(notes, known, strict=True) for line in expected.check(run, fault)
     ]
     if all(expected.exact for expected in known):
         wrong += compare(run, _run_of(folder, []))
@@ -69,7 +69,7 @@ def judge(folder: Path, faults: Sequence[Fault]) -> tuple[list[str], str]:
     last = max(last_step(fault) for fault in notes)
     if find_damage(open_folder(run / "checkpoints").child(step_name(last)), last):
         wrong.append(f"{run / 'checkpoints'}: has no valid checkpoint of step {last}")
-    return wrong, "the disturbed run noticed its bad step and went on; its weights are not compared"
+    return wrong, "the disturbed run skipped its bad step and continued; its weights are not compared"
 
 
 def _run_of(folder: Path, faults: Sequence[Fault]) -> Path:

@@ -1,7 +1,7 @@
-"""A drill: a short run of the user's own, disturbed in one way after the other, and what has to hold each time.
+"""A drill: a short run of the user's config, repeated with one fault after the other.
 
-An undisturbed run comes first. A disturbed one has to fail or to go on as it should, and, started again, to end with the
-checkpoint of the undisturbed run, bit for bit.
+An undisturbed run comes first. A disturbed run has to fail or to continue as expected, and, after a restart, to end with
+the checkpoint of the undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fourfold.drill.files import damage
 from fourfold.drill.scenario import SAVE_EVERY, STEPS, Scenario
 from fourfold.train.observe.metrics import read_metrics
 
-MARKER = ".fourfold-drill"  # a file in the folder of a drill, which may be emptied
-NOTES = "faults"  # in the folder of the logs: which faults have happened
-SLOWER = 2.0  # times a usual step, that a slow rank sleeps in each
-# Starts the ranks with these changes of the run's file and these faults; what they end with.
+MARKER = ".fourfold-drill"  # a file that marks a folder as a drill's, which may be emptied
+NOTES = "faults"  # a folder in the log folder, with a file for each fault that has happened
+SLOWER = 2.0  # a slow rank sleeps this many times the usual step time
+# Starts the ranks with these changes of the run config and these faults; returns the exit code.
 Launch = Callable[[Sequence[str], Sequence[Fault]], int]
 
 
@@ -37,59 +37,59 @@ class Outcome:
     name: str
     fault: str
     seconds: float
-    wrong: list[str]  # nothing, if all is as it should be
+    wrong: list[str]  # empty if all is as expected
 
 
 def drill(folder: Path, wanted: Sequence[Scenario], launch: Launch, *, seed: int = 0) -> Iterator[Outcome]:
-    """Every exercise in a folder of its own; what comes of it, one after the other."""
+    """Run every scenario in a folder of its own, one after the other."""
     undisturbed = folder / "undisturbed"
     start_s = time.monotonic()
     code = launch(changes_for(undisturbed), [])
-    wrong = [] if code == 0 else [f"it ended with status {code}; nothing can be compared with it"]
+    wrong = [] if code == 0 else [f"it ended with exit code {code}; nothing can be compared with it"]
     yield Outcome("nothing is disturbed", "", time.monotonic() - start_s, wrong)
     if wrong:
         return
-    for number, exercise in enumerate(wanted, 1):
+    for number, scenario in enumerate(wanted, 1):
         start_s = time.monotonic()
-        wrong = _one(folder / f"{number:02d}", exercise, launch, undisturbed, seed + number)
-        yield Outcome(exercise.name, str(exercise.fault or "damage"), time.monotonic() - start_s, wrong)
+        wrong = _run_scenario(folder / f"{number:02d}", scenario, launch, undisturbed, seed + number)
+        yield Outcome(scenario.name, str(scenario.fault or "damage"), time.monotonic() - start_s, wrong)
 
 
-def _one(run: Path, exercise: Scenario, launch: Launch, undisturbed: Path, seed: int) -> list[str]:
-    changes = [*changes_for(run), *exercise.changes]
-    fault = exercise.fault
+def _run_scenario(run: Path, scenario: Scenario, launch: Launch, undisturbed: Path, seed: int) -> list[str]:
+    changes = [*changes_for(run), *scenario.changes]
+    fault = scenario.fault
     if fault is None:
         shutil.copytree(undisturbed, run)
-        file, way = damage(run / "checkpoints" / step_name(STEPS), seed)
+        file, kind = damage(run / "checkpoints" / step_name(STEPS), seed)
         code = launch(changes, [])
-        wrong = [] if code == 0 else [f"{way} of {file.name}: started again, it ended with status {code}"]
+        wrong = [] if code == 0 else [f"{kind} of {file.name}: restarted, it ended with exit code {code}"]
         aside = list((run / "checkpoints").glob(f"{step_name(STEPS)}.damaged-*"))
         return (
-            wrong + ([] if aside else [f"{way} of {file.name} was not noticed"]) + compare(run, undisturbed)
+            wrong + ([] if aside else [f"{kind} of {file.name} was not detected"]) + compare(run, undisturbed)
         )
     if fault.action == "slow" and not fault.seconds:
-        usual_s = median(figures["seconds"] for figures in read_metrics(undisturbed / "logs"))
+        usual_s = median(line["seconds"] for line in read_metrics(undisturbed / "logs"))
         fault = replace(fault, seconds=round(max(0.2, SLOWER * usual_s), 3))
     code = launch(changes, [fault])
-    wrong = [] if fault in happened(run) else ["it never happened: no rank came to that place"]
-    wrong += exercise.expected.shows(run, fault)
-    if exercise.expected.goes_on:
-        wrong += [] if code == 0 else [f"it ended with status {code}, where it should have gone on"]
+    wrong = [] if fault in injected_faults(run) else ["it never happened: no rank reached that point"]
+    wrong += scenario.expected.check(run, fault)
+    if scenario.expected.continues:
+        wrong += [] if code == 0 else [f"it ended with exit code {code}, and should have continued"]
     else:
         wrong += [] if code != 0 else ["it ended as if nothing had happened"]
         code = launch(changes, [])
-        wrong += [] if code == 0 else [f"started again, it ended with status {code}"]
-    return wrong + (compare(run, undisturbed) if exercise.expected.exact else [])
+        wrong += [] if code == 0 else [f"restarted, it ended with exit code {code}"]
+    return wrong + (compare(run, undisturbed) if scenario.expected.exact else [])
 
 
-def happened(run: Path) -> list[Fault]:
-    """The faults that ranks have noted, each before it happened."""
+def injected_faults(run: Path) -> list[Fault]:
+    """The faults that ranks have recorded, each just before it happened."""
     notes = run / "logs" / NOTES
     return [Fault.parse(note.name) for note in sorted(notes.iterdir())] if notes.is_dir() else []
 
 
 def changes_for(run: Path) -> list[str]:
-    """What makes the run short, and its folders those of the drill."""
+    """Changes of the run config that make the run short and put its files into ``run``."""
     return [
         f"checkpoints.folder={run / 'checkpoints'}",
         f"logging.folder={run / 'logs'}",
@@ -105,13 +105,13 @@ def changes_for(run: Path) -> list[str]:
 
 
 def without_trackers(config: RunConfig) -> RunConfig:
-    """A drill is no run of its user's project: nobody else hears of it. (No change of a file can say none.)"""
+    """Switch off trackers: a drill is not a run of the user's project. (A --set cannot say "none".)"""
     none = dict.fromkeys(("wandb_project", "mlflow_uri", "prometheus_port", "profile_steps"))
     return config.model_copy(update={"logging": config.logging.model_copy(update=none)})
 
 
 def compare(run: Path, undisturbed: Path, step: int = STEPS) -> list[str]:
-    """In what the last checkpoints differ: weights, optimizer, step, samples, seed."""
+    """How the last checkpoints differ: weights, optimizer, step, samples, seed."""
     found = []
     for which in (run, undisturbed):
         root = open_folder(which / "checkpoints")
@@ -126,15 +126,15 @@ def compare(run: Path, undisturbed: Path, step: int = STEPS) -> list[str]:
 
 
 def clear(folder: Path) -> None:
-    """A drill begins anew: resumed runs of an earlier one would show nothing. What no drill wrote is not its to remove."""
+    """Empty the folder, since runs resumed from an earlier drill would show nothing; keep what no drill wrote."""
     there = sorted(folder.iterdir()) if folder.exists() else []
     if there and not (folder / MARKER).exists():
         raise ValueError(
-            f"{folder} is not empty, and it is not of a drill on one machine ({there[0].name} is there, {MARKER} is not); give "
+            f"{folder} is not empty, and no drill on one machine wrote it ({there[0].name} is there, {MARKER} is not); give "
             "another --folder, or remove it yourself"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    # First, and never removed: a drill that is interrupted here can begin anew.
+    # First, and never removed: a drill that is interrupted here can start again.
     (folder / MARKER).touch()
     for path in there:
         if path.is_dir() and not path.is_symlink():

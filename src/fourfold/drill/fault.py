@@ -1,22 +1,20 @@
-"""A fault as a value: what happens, to which rank, at which point of which step. One line of text says all of it."""
+"""A fault as a value: what happens, to which rank, at which point of which step. It has a one-line text form."""
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 Action = Literal["kill", "stop", "slow", "nan", "spike", "flip", "eio", "enospc"]
-# Where a rank can be met. `instant`: so many seconds after the run began, wherever it is then.
+# Where a fault can be injected. `instant`: N seconds after the run began, wherever the rank is then.
 Point = Literal[
     "instant",
-    "step",  # before the batch's work
+    "step",  # before the batch is processed
     "forward",  # in a module's forward; name: the module
-    "collective",  # a collective has started, and is not waited for yet; name: "axis kind module"
-    "gradients",  # backward is over, nothing is clipped yet
+    "collective",  # a collective has started and has not been waited for; name: "axis kind module"
+    "gradients",  # after backward, before clipping
     "optimizer",  # before the optimizer's step
     "write",  # in the middle of writing a file of a checkpoint; name: the file
     "fsync",
@@ -25,7 +23,7 @@ Point = Literal[
     "remove",
 ]
 FILE_POINTS: tuple[Point, ...] = ("write", "fsync", "rename", "renamed", "remove")
-# What can only happen where there is something of the kind.
+# Actions that are possible only at some points.
 ONLY_AT: dict[Action, tuple[Point, ...]] = {
     "nan": ("gradients",),
     "spike": ("gradients",),
@@ -37,7 +35,7 @@ ONLY_AT: dict[Action, tuple[Point, ...]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong.
+    """One fault.
 
     Example:
         >>> fault = Fault("kill", "fsync", rank=1, step=4, name="manifest.json")
@@ -50,33 +48,33 @@ class Fault:
     action: Action
     at: Point
     rank: int = 0
-    # In this step, counted from 1; saves belong to the step that they follow. 0: in any.
+    # The step, counted from 1; saves belong to the step that they follow. 0: any step.
     step: int = 0
-    # A pattern of shells for the module, the collective or the file.
+    # A shell pattern for the module, the collective or the file.
     name: str = "*"
-    # The how manyth time that all of this is met.
+    # The fault happens the nth time that all of this matches.
     nth: int = 1
-    # slow: how long it sleeps, and in how many steps. instant: when.
+    # slow: how long the rank sleeps, and in how many steps. instant: when.
     seconds: float = 0.0
     steps: int = 1
-    # flip, nan: which number and which bit follow from it.
+    # flip, nan: chooses the entry and the bit.
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.action not in get_args(Action):
             raise ValueError(
-                f"{self.action!r} is no fault that can be planted; use one of {', '.join(get_args(Action))}"
+                f"{self.action!r} is not a fault that can be injected; use one of {', '.join(get_args(Action))}"
             )
         if self.at not in get_args(Point):
-            raise ValueError(f"at={self.at} is no point of a run; use one of {', '.join(get_args(Point))}")
+            raise ValueError(f"at={self.at} is not a point of a run; use one of {', '.join(get_args(Point))}")
         points = ONLY_AT.get(self.action, get_args(Point))
         if self.at not in points:
             raise ValueError(f"{self.action} cannot happen at={self.at}; use at={' or at='.join(points)}")
         if self.nth < 1 or self.steps < 1 or self.seconds < 0:
-            raise ValueError(f"{self}: nth and steps begin with 1, seconds with 0")
+            raise ValueError(f"{self}: nth and steps have to be at least 1, seconds at least 0")
 
     def matches(self, at: Point, step: int, name: str) -> bool:
-        """Is this the place? Who asks counts how often it was."""
+        """Does the fault belong to this point? The caller counts the matches."""
         in_time = self.step in (0, step) or (self.steps > 1 and self.step <= step < self.step + self.steps)
         return at == self.at and in_time and fnmatchcase(name, self.name)
 
@@ -91,7 +89,7 @@ class Fault:
 
     @staticmethod
     def parse(text: str) -> Fault:
-        """What `str` wrote, or a person: ACTION:at=POINT,rank=R,step=S and so on."""
+        """The fault of a text such as ACTION:at=POINT,rank=R,step=S, as `str` writes it."""
         action, _, rest = text.strip().partition(":")
         kinds: dict[str, Any] = {
             "rank": int,
@@ -106,50 +104,10 @@ class Fault:
             key, equals, value = part.partition("=")
             if not equals or key not in {"at", "name", *kinds}:
                 raise ValueError(
-                    f"{part!r} of the fault {text!r} is not known; write at, rank, step, name, nth, seconds, steps or seed, "
+                    f"{part!r} of the fault {text!r} is not known; use at, rank, step, name, nth, seconds, steps or seed, "
                     "such as kill:at=fsync,rank=1,step=4"
                 )
             if key in kinds and not re.fullmatch(r"\d+(\.\d+)?" if key == "seconds" else r"\d+", value):
-                raise ValueError(f"{key}={value} of the fault {text!r} is no number")
+                raise ValueError(f"{key}={value} of the fault {text!r} is not a number")
             values[key] = kinds.get(key, str)(value)
         return Fault(action, values.pop("at", "step"), **values)  # type: ignore[arg-type]
-
-
-# What a save on a disk goes through, in the order of rank 0; a pattern for the files of all ranks.
-SAVE_POINTS: tuple[tuple[Point, str], ...] = (
-    ("write", "rank-*.safetensors"),
-    ("fsync", "rank-*.safetensors"),
-    ("write", "index.json"),
-    ("fsync", "index.json"),
-    ("write", "state.json"),
-    ("fsync", "state.json"),
-    ("write", "manifest.json"),
-    ("fsync", "manifest.json"),
-    ("fsync", "step-*.tmp"),
-    ("rename", "step-*.tmp"),
-    ("renamed", "step-*.tmp"),
-)
-
-
-def random_kill(seed: int, ranks: int, steps: int, saves: Sequence[int], run_s: float) -> Fault:
-    """A rank killed anywhere: at an instant, at a point of a step, or in a save. The same seed gives the same fault.
-
-    Example:
-        >>> random_kill(7, ranks=4, steps=12, saves=[4, 8, 12], run_s=3.0) == random_kill(7, 4, 12, [4, 8, 12], 3.0)
-        True
-    """
-    choose = random.Random(seed)
-    rank, step = choose.randrange(ranks), choose.randint(1, steps)
-    where = choose.choice(
-        ["instant", "step", "forward", "collective", "gradients", "optimizer", "save", "save"]
-    )
-    if where == "instant":
-        return Fault("kill", "instant", rank, seconds=round(choose.uniform(0, run_s), 3))
-    if where == "save" and saves:
-        point, name = choose.choice(SAVE_POINTS)
-        # The other ranks write a file of their own, and nothing else.
-        return Fault("kill", point, rank if name.startswith("rank") else 0, choose.choice(saves), name)
-    fault = Fault("kill", "step", rank, step)
-    if where in ("forward", "collective"):
-        return replace(fault, at=where, nth=choose.randint(1, 8))  # type: ignore[arg-type]
-    return replace(fault, at="optimizer" if where == "save" else where)  # type: ignore[arg-type]

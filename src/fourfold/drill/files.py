@@ -1,4 +1,4 @@
-"""Damage to files that are there: what disks, copies and people do to checkpoints."""
+"""Damage to existing files: what disks, copies and people do to checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def delete(file: Path, choose: random.Random) -> None:
 
 
 def zero(file: Path, choose: random.Random) -> None:
-    """A block that was never written: what a disk gives back for it."""
+    """Zero one block, as if it had never been written."""
     data = bytearray(file.read_bytes())
     start = choose.choice([at for at in range(0, len(data), 512) if any(data[at : at + 512])])
     data[start : start + 512] = bytes(len(data[start : start + 512]))
@@ -35,7 +35,7 @@ def zero(file: Path, choose: random.Random) -> None:
 
 
 def swap_bytes(file: Path, choose: random.Random) -> None:
-    """Two parts of a file in each other's place."""
+    """Exchange two parts of a file."""
     data = bytearray(file.read_bytes())
     for _ in range(1000):
         length = choose.randint(1, max(1, min(64, len(data) // 2)))
@@ -64,9 +64,9 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 
 
 def damage(folder: Path, seed: int) -> tuple[Path, str]:
-    """Damage one file of a folder, whichever the seed says and in its way; (the file, the way)."""
+    """Damage one file of a folder; the seed chooses the file and the kind of damage, which are returned."""
     choose = random.Random(seed)
     file = choose.choice(sorted(path for path in folder.iterdir() if path.is_file()))
-    way = choose.choice(sorted(DAMAGES))
-    DAMAGES[way](file, choose)
-    return file, way
+    kind = choose.choice(sorted(DAMAGES))
+    DAMAGES[kind](file, choose)
+    return file, kind

@@ -1,1 +1,1 @@
-"""Start a run: ranks of this machine, or a job of a cluster (Slurm or Kubernetes)."""
+"""Start a run: ranks on this machine, or a job on a cluster (Slurm or Kubernetes)."""

@@ -1,7 +1,7 @@
-"""A job of Kubernetes: the manifest of a JobSet with a pod for each node, and of a ConfigMap with the run's file.
+"""A Kubernetes job: the manifest of a JobSet with a pod for each node, and of a ConfigMap with the run config.
 
-https://jobset.sigs.k8s.io is the API, v1alpha2. Its controller gives each pod a host name that stays, NAME-node-0-I in
-a headless service called NAME, and starts all pods anew when one has failed.
+The API is v1alpha2 of https://jobset.sigs.k8s.io. Its controller gives each pod a stable host name, NAME-node-0-I in a
+headless service called NAME, and restarts all pods when one has failed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ RUN_FOLDER = Path("/etc/fourfold")
 CONTAINER = "fourfold"
 REPLICATED_JOB = "node"
 HEAD = """\
-# Written by `fourfold launch kubernetes`. Start it with kubectl apply -f, look with kubectl get jobset,pods.
+# Written by `fourfold launch kubernetes`. Start it with kubectl apply -f, inspect it with kubectl get jobset,pods.
 """
 
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """All choices of a job."""
+    """All settings of a job."""
 
     world: World
     run: str
@@ -36,17 +36,17 @@ class KubernetesJob:
     image: str
     changes: Sequence[str] = ()
     namespace: str | None = None
-    # A PersistentVolumeClaim that all pods can write, and where they see it.
+    # A PersistentVolumeClaim that all pods can write, and its mount path.
     claim: str | None = None
     claim_path: Path = Path("/data")
-    # Where it runs; by default on the claim.
+    # Working directory; by default the claim's path.
     folder: Path | None = None
     gpu_resource: str = "nvidia.com/gpu"
     cpus: str | None = None
     memory: str | None = None
     shared_memory: str = "16Gi"
     node_selector: Mapping[str, str] = field(default_factory=dict)
-    # From the signal to the end of a pod: a step and a checkpoint have to fit in.
+    # Seconds from SIGTERM to SIGKILL of a pod; a step and a checkpoint have to fit in.
     warning_s: int = 120
     max_restarts: int = 10
 
@@ -55,8 +55,8 @@ class KubernetesJob:
         longest = 63 - len(f"-{REPLICATED_JOB}-0-{self.world.nodes - 1}-xxxxx")
         if not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", self.name) or len(self.name) > longest:
             raise ValueError(
-                f"{self.name!r} names no JobSet of {self.world.nodes} pods: that is up to {longest} small letters, "
-                "digits and hyphens, with a letter first; use --name"
+                f"{self.name!r} is not a valid name of a JobSet of {self.world.nodes} pods; use --name with up to {longest} "
+                "small letters, digits and hyphens, with a letter first"
             )
 
 
@@ -81,13 +81,13 @@ def resources(job: KubernetesJob) -> list[dict[str, Any]]:
             "kind": "JobSet",
             "metadata": {"name": job.name, **space},
             "spec": {
-                # Ranks meet before any pod is ready.
+                # The rendezvous happens before any pod is ready.
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
                 "failurePolicy": {
                     "maxRestarts": job.max_restarts,
-                    # Two generations of pods must not write one folder of checkpoints.
+                    # Old and new pods must not write to one checkpoint folder at the same time.
                     "restartStrategy": "BlockingRecreate",
-                    # A pod that was taken away, or that saved to be continued, is no failure of the run.
+                    # A pod that was evicted, or that saved to be continued, is not a failure of the run.
                     "rules": [
                         {
                             "name": "continued",
@@ -109,7 +109,7 @@ def _job_spec(job: KubernetesJob) -> dict[str, Any]:
         "completionMode": "Indexed",
         "completions": job.world.nodes,
         "parallelism": job.world.nodes,
-        # One pod alone cannot go on: whatever fails is for the JobSet to start anew, all of it.
+        # A single pod cannot continue: after a failure the JobSet restarts all pods.
         "backoffLimit": 0,
         "podFailurePolicy": {
             "rules": [
@@ -130,7 +130,7 @@ def _job_spec(job: KubernetesJob) -> dict[str, Any]:
 def _pod_spec(job: KubernetesJob) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         {"name": "run", "configMap": {"name": f"{job.name}-run"}},
-        # The ranks of a node talk over it, and a container has 64 MB unless told otherwise.
+        # The ranks of a node communicate over it, and a container has 64 MB by default.
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory}},
     ]
     mounts: list[dict[str, Any]] = [
@@ -146,7 +146,7 @@ def _pod_spec(job: KubernetesJob) -> dict[str, Any]:
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.warning_s,
         **({"nodeSelector": dict(job.node_selector)} if job.node_selector else {}),
-        # One pod on a node.
+        # One pod per node.
         "affinity": {
             "podAntiAffinity": {
                 "requiredDuringSchedulingIgnoredDuringExecution": [
@@ -180,7 +180,7 @@ def _pod_spec(job: KubernetesJob) -> dict[str, Any]:
 
 
 def _agent(job: KubernetesJob) -> list[str]:
-    """One agent in each pod, which starts the ranks; they meet at the first pod. Kubernetes fills in $(NODE_RANK)."""
+    """The agent of each pod, which starts the ranks; the rendezvous is at the first pod. Kubernetes sets $(NODE_RANK)."""
     return [
         *("python", "-m", "fourfold.launch.agent"),
         f"--nnodes={job.world.nodes}",
@@ -195,7 +195,7 @@ def _agent(job: KubernetesJob) -> list[str]:
 
 
 def _resources(job: KubernetesJob) -> dict[str, Any]:
-    # Equal requests and limits: such pods are the last that a node in need throws out.
+    # With equal requests and limits, pods are the last to be evicted.
     asked = {name: value for name, value in (("cpu", job.cpus), ("memory", job.memory)) if value is not None}
     if job.world.gpus_per_node:
         asked[job.gpu_resource] = str(job.world.gpus_per_node)
@@ -203,7 +203,7 @@ def _resources(job: KubernetesJob) -> dict[str, Any]:
 
 
 class _Readable(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes the run's file as lines, not as one quoted string."""
+    """Writes the run config as lines, not as one quoted string."""
 
 
 def _text(dumper: Any, text: str) -> Any:

@@ -1,10 +1,13 @@
-"""Ranks on this machine, started by torchrun's own launcher, and what can be refused before they are."""
+"""Start ranks on this machine with torchrun's launcher; check a run before they start."""
 
 from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -16,12 +19,12 @@ from fourfold.train.loop.trainer import micro_batches
 
 
 def local_ranks(run: RunConfig, ranks: int | None) -> int:
-    """How many ranks to start here: those of the grid, or, where the planner chooses it, ``ranks`` or every GPU."""
+    """The number of ranks to start: the size of the grid, or, with ``grid.auto``, ``ranks`` or the number of GPUs."""
     devices = torch.cuda.device_count()
     if run.grid.auto:
         if not (ranks or devices):
             raise ValueError(
-                "grid.auto needs to know how many ranks there are, and this machine has no GPU; give --ranks N"
+                "grid.auto needs the number of ranks, and this machine does not have a GPU; give --ranks N"
             )
         needed = ranks or devices
     else:
@@ -39,7 +42,7 @@ def local_ranks(run: RunConfig, ranks: int | None) -> int:
 
 
 def check(run: RunConfig) -> None:
-    """Refuse here, in one voice, what every rank would refuse."""
+    """Reject once, before ranks start, what every rank would reject."""
     sources = [(source.path, source.weight) for source in run.data.sources]
     for split in SPLITS:
         open_mixture(sources, length=run.data.sequence_length, seed=run.seed, split=split)
@@ -47,26 +50,40 @@ def check(run: RunConfig) -> None:
     config = model_config(run.model)
     if config.vocab_size < vocabulary:
         raise ValueError(
-            f"the model knows {config.vocab_size} tokens, the data has {vocabulary}; set vocab_size to {vocabulary} in its "
-            "config.json, or prepare the data with the model's tokenizer"
+            f"the model has a vocabulary of {config.vocab_size} tokens, the data of {vocabulary}; set vocab_size to "
+            f"{vocabulary} in its config.json, or prepare the data with the model's tokenizer"
         )
-    # Replicas that come and go take shares of any size.
+    # torchft replicas take shares of any size.
     if not run.grid.auto and run.reliability.lighthouse is None:
         parts = run.grid.data * run.grid.z
         micro_batches(run.sequences // parts, run.batch.micro_batch_sequences)
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], max_restarts: int = 0) -> int:
-    """`fourfold ARGUMENTS` on so many ranks of this machine, again if one dies; what they end with."""
+    """Run `fourfold ARGUMENTS` on N ranks of this machine, restarted if one dies; the exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from fourfold.launch import agent
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0))
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    os.environ.setdefault("OMP_NUM_THREADS", _threads_of_a_rank(ranks))
     try:
-        options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
-        return agent.main([*options, "-m", "fourfold", *arguments])
-    except SignalException as interrupted:  # again, or hung up on: the ranks were ended, saved or not
+        return agent.main(_agent_arguments(ranks, arguments, max_restarts))
+    except SignalException as interrupted:  # a second interrupt, or SIGHUP: ranks ended, saved or not
         return 128 + interrupted.sigval
+
+
+def run_ranks(ranks: int, arguments: Sequence[str], log: Path) -> int:
+    """Run `fourfold ARGUMENTS` on N ranks in a process of its own, with its output in ``log``; the exit code."""
+    command = [sys.executable, "-m", "fourfold.launch.agent", *_agent_arguments(ranks, arguments, 0)]
+    environment = {"OMP_NUM_THREADS": _threads_of_a_rank(ranks)} | os.environ
+    with log.open("wb") as file:
+        return subprocess.run(command, env=environment, stdout=file, stderr=file, check=False).returncode
+
+
+def _agent_arguments(ranks: int, arguments: Sequence[str], max_restarts: int) -> list[str]:
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    return [*options, "-m", "fourfold", *arguments]
+
+
+def _threads_of_a_rank(ranks: int) -> str:
+    return str(max(1, len(os.sched_getaffinity(0)) // ranks))

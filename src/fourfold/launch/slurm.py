@@ -1,6 +1,6 @@
-"""A job of Slurm: a script that a person can read and change, and its submission.
+"""A Slurm job: a script that a person can read and change, and its submission.
 
-The script's head holds every choice by name; its body (slurm.sh) is the same for all runs.
+The head of the script has all settings by name; its body (slurm.sh) is the same for all runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from fourfold.launch.world import World
 from fourfold.processes import CONTINUE, MAX_RESTARTS
 
-# What the body relies on, and the option of `fourfold launch slurm` that sets it, if any does.
+# Options that the body relies on, and the option of `fourfold launch slurm` that sets each, if any.
 SET_HERE = {
     "nodes": "--nodes",
     "ntasks": None,
@@ -33,13 +33,13 @@ SET_HERE = {
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """All choices of a job."""
+    """All settings of a job."""
 
     world: World
-    # What each rank runs, as arguments of torchrun: a script or ``-m module``, and its arguments.
+    # The command of each rank, as torchrun's arguments: a script or ``-m module``, and its arguments.
     command: Sequence[str]
     name: str
-    # Where it runs: relative paths in the run's file start there. All nodes have to see it.
+    # Working directory, for relative paths in the run config. All nodes need access to it.
     folder: Path
     logs: Path
     python: str
@@ -47,20 +47,20 @@ class SlurmJob:
     options: dict[str, str | None]
     # Commands before the run, such as "module load cuda".
     setup: Sequence[str] = ()
-    # From Slurm's warning to the time limit: a step and a checkpoint have to fit in.
+    # Seconds from Slurm's warning to the time limit; a step and a checkpoint have to fit in.
     warning_s: int = 120
     max_requeues: int = 100
-    # Of the ranks, where the nodes stay.
+    # Restarts of the ranks within a start of the job.
     max_restarts: int = MAX_RESTARTS
 
     def __post_init__(self) -> None:
         if self.warning_s < 10:
             raise ValueError(f"--warning-s {self.warning_s} leaves no time to save; use 10 or more")
         limit_s = _seconds(self.options.get("time"))
-        # Slurm may be a minute early.
+        # Slurm may send the warning a minute early.
         if limit_s is not None and limit_s < self.warning_s + 120:
             raise ValueError(
-                f"a time limit of {limit_s} s leaves too little before the warning, {self.warning_s} s before its end; "
+                f"a time limit of {limit_s} s leaves too little time before the warning, {self.warning_s} s before its end; "
                 f"use --time of {-(-(self.warning_s + 120) // 60)} minutes or more, or a smaller --warning-s"
             )
         for option, value in self.options.items():
@@ -72,14 +72,14 @@ class SlurmJob:
                 )
             if not re.fullmatch("[a-z][a-z0-9-]+", option):
                 raise ValueError(
-                    f"{option!r} is no option of sbatch; write its long name and a value, such as qos=high"
+                    f"{option!r} is not an option of sbatch; give its long name and a value, such as qos=high"
                 )
             if value is not None and re.search(r"[\s#]", value):
-                raise ValueError(f"--sbatch {option}={value!r} has a space or a #, which ends its line early")
+                raise ValueError(f"--sbatch {option}={value!r} has a space or a #, which would end its line")
 
 
 def _seconds(limit: str | None) -> int | None:
-    """A time limit as sbatch reads it; None where there is none, or sbatch is to say what is wrong with it.
+    """A time limit in sbatch's format; None if there is none, or if it is invalid, which sbatch reports.
 
     Example:
         >>> [_seconds(limit) for limit in ("90", "90:30", "1:30:00", "2-0", "1-12:30", "infinite")]
@@ -98,8 +98,8 @@ def _seconds(limit: str | None) -> int | None:
 
 
 def render(job: SlurmJob) -> str:
-    """The script."""
-    # Slurm splits these lines at spaces, unless they are quoted.
+    """The batch script."""
+    # Slurm splits these lines at unquoted spaces.
     options = {
         "job-name": shlex.quote(job.name),
         "nodes": str(job.world.nodes),
@@ -112,38 +112,38 @@ def render(job: SlurmJob) -> str:
         "signal": f"B:USR1@{job.warning_s}",
         "requeue": None,
     }
-    choices = {
+    settings = {
         "nodes": job.world.nodes,
         "ranks_per_node": job.world.ranks_per_node,
         "logs": job.logs,
         "warning_s": job.warning_s,
         "max_requeues": job.max_requeues,
         "max_restarts": job.max_restarts,
-        "continue_status": CONTINUE,
+        "continue_exit_code": CONTINUE,
     }
     lines = [
         "#!/bin/bash",
-        "# Written by `fourfold launch slurm`. Change what you like, and submit it with sbatch.",
+        "# Written by `fourfold launch slurm`. Edit it as needed, and submit it with sbatch.",
         *(f"#SBATCH --{name}" + ("" if value is None else f"={value}") for name, value in options.items()),
         "",
         *([*job.setup, ""] if job.setup else []),
         f"python={shlex.quote(job.python)}",
         f"command=({shlex.join(job.command)})",
-        *(f"export {name}={shlex.quote(str(value))}" for name, value in choices.items()),
+        *(f"export {name}={shlex.quote(str(value))}" for name, value in settings.items()),
     ]
     return "\n".join(lines) + "\n" + (files("fourfold.launch") / "slurm.sh").read_text()
 
 
 def submit(script: Path, logs: Path) -> str:
-    """Hand the script to Slurm; the job's number."""
-    # Slurm does not make the folder of its log, and a job without one fails before its first line, without a word.
+    """Submit the script; the job id."""
+    # Slurm does not create the log folder, and a job without one fails silently before its first line.
     logs.mkdir(parents=True, exist_ok=True)
     try:
         done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
     except FileNotFoundError:
         raise ValueError(
-            f"there is no sbatch here; run it where Slurm is: sbatch {script} (the folder {logs} has to exist)"
+            f"there is no sbatch here; submit it on a host with Slurm: sbatch {script} (the folder {logs} has to exist)"
         ) from None
     if done.returncode:
-        raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")
+        raise ValueError(f"sbatch rejected {script}: {done.stderr.strip()}")
     return done.stdout.strip().split(";")[0]

@@ -1,4 +1,4 @@
-"""How many nodes with how many ranks, and whether that is the run's grid: asked before a job waits hours in a queue."""
+"""The nodes and ranks of a job, checked against the grid before the job waits in a queue."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ class World:
 def world_of(
     grid: GridSection, nodes: int, *, ranks_per_node: int | None = None, gpus_per_node: int | None = None
 ) -> World:
-    """The world that a grid needs on so many nodes; refused if the numbers do not meet.
+    """The world of a grid on N nodes; raises if the sizes do not match.
 
-    With neither ranks nor GPUs given, a node has its share of the grid, and a GPU for each rank. Ranks alone are
-    ranks on CPUs.
+    By default a node has an equal share of the grid, and a GPU for each rank. Without GPUs, ranks run on CPUs.
 
     Example:
         >>> world_of(GridSection(data=2, z=4), nodes=4)
@@ -43,7 +42,7 @@ def world_of(
         ("--gpus-per-node", gpus_per_node),
     ):
         if number is not None and number < 1:
-            raise ValueError(f"{option} {number} is not a number of them; use 1 or more")
+            raise ValueError(f"{option} {number} is not allowed; use 1 or more")
     size = grid.size
     if ranks_per_node is None and gpus_per_node is None:
         ranks_per_node = gpus_per_node = _share(grid, size, nodes)
@@ -52,20 +51,20 @@ def world_of(
     assert ranks_per_node is not None
     if gpus_per_node is not None and gpus_per_node < ranks_per_node:
         raise ValueError(
-            f"{ranks_per_node} ranks of a node need a GPU each, but it has {gpus_per_node}; "
+            f"{ranks_per_node} ranks per node need a GPU each, but a node has {gpus_per_node}; "
             f"use --ranks-per-node {gpus_per_node}, or leave out --gpus-per-node for ranks on CPUs"
         )
     world = World(nodes, ranks_per_node, gpus_per_node or 0)
     if not grid.auto and world.ranks != size:
         raise ValueError(
-            f"the grid {_words(grid)} has {size} ranks, but {nodes} nodes of {ranks_per_node} ranks have "
-            f"{world.ranks}; use {_way_out(grid, size, world)}"
+            f"the grid {_axes(grid)} has {size} ranks, but {nodes} nodes of {ranks_per_node} ranks have "
+            f"{world.ranks}; use {_remedy(grid, size, world)}"
         )
     return world
 
 
 def train_command(run: Path, changes: Sequence[str]) -> list[str]:
-    """What each rank runs, as arguments of torchrun."""
+    """The command of each rank, as torchrun's arguments."""
     return [
         "-m",
         "fourfold.cli.main",
@@ -78,27 +77,27 @@ def train_command(run: Path, changes: Sequence[str]) -> list[str]:
 def _share(grid: GridSection, size: int, nodes: int) -> int:
     if grid.auto:
         raise ValueError(
-            "grid.auto leaves the number of ranks open; say --gpus-per-node (a rank on each), "
+            "grid.auto does not set the number of ranks; give --gpus-per-node (a rank on each), "
             "or --ranks-per-node for ranks on CPUs"
         )
     if size % nodes:
         fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise ValueError(
-            f"the grid {_words(grid)} has {size} ranks, which {nodes} nodes do not share equally; "
+            f"the grid {_axes(grid)} has {size} ranks, which do not divide over {nodes} nodes; "
             f"use --nodes {fitting}, or another grid"
         )
     return size // nodes
 
 
-def _way_out(grid: GridSection, size: int, world: World) -> str:
-    ways = []
+def _remedy(grid: GridSection, size: int, world: World) -> str:
+    remedies = []
     if size % world.ranks_per_node == 0:
-        ways.append(f"--nodes {size // world.ranks_per_node}")
+        remedies.append(f"--nodes {size // world.ranks_per_node}")
     rest = grid.z * grid.y * grid.x
     if world.ranks % rest == 0:
-        ways.append(f"--set grid.data={world.ranks // rest}")
-    return " or ".join(ways) or f"a grid of {world.ranks} ranks"
+        remedies.append(f"--set grid.data={world.ranks // rest}")
+    return " or ".join(remedies) or f"a grid of {world.ranks} ranks"
 
 
-def _words(grid: GridSection) -> str:
+def _axes(grid: GridSection) -> str:
     return f"data={grid.data} z={grid.z} y={grid.y} x={grid.x}"

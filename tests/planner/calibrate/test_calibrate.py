@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from benchmarks.cluster import Cluster as Network
 from benchmarks.cluster import why_not
-from fourfold.cli.calibrate import as_file
 from fourfold.cli.main import main
 from fourfold.dry_run.events import Operation
 from fourfold.planner.calibrate.calibrate import Sizes, calibrate
@@ -21,6 +20,7 @@ from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.cost.compute import operation_s
 from fourfold.planner.inputs.cluster import LIBRARIES, Links, load, preset
 from fourfold.planner.inputs.measured import CollectiveTimes, MatmulTime, Measured, PhaseCost
+from fourfold.planner.show.calibration import as_file
 
 needs_network = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 SIZES = (2.0**10, 2.0**14, 2.0**20, 2.0**22)
@@ -163,7 +163,7 @@ def test_a_link_of_half_the_rate_is_found_to_be_one(tmp_path: Path):
             import os, sys
             from pathlib import Path
             from fourfold.planner.calibrate.calibrate import Sizes, calibrate
-            from fourfold.cli.calibrate import as_file
+            from fourfold.planner.show.calibration import as_file
             sizes = Sizes((2**10, 2**18, 2**20), (2**10, 2**16), (32,), 2**16, ())
             result = calibrate("net", budget_s=60, sizes=sizes, say=lambda what: None)
             if result is not None:

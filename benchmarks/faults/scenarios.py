@@ -1,6 +1,6 @@
-"""`fourfold drill` as a user starts it: every exercise, with ranks of their own under the launcher.
+"""`fourfold drill` as a user starts it: every scenario, with its own ranks under the launcher.
 
-With ``broken`` checkpoints are not resumed from: a disturbed run is refused when it is started again.
+With ``broken`` runs do not resume from checkpoints: a disturbed run is rejected when it is restarted.
 """
 
 from __future__ import annotations
