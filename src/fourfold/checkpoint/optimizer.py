@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fourfold.checkpoint.pieces import Held, Piece
-from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.parameter_layout import ParameterLayout
 
 PREFIX = "optimizer."
 # How a step is computed, on this device, is the run's own matter, and not the checkpoint's.
@@ -20,7 +20,7 @@ HOW = ("fused", "foreach", "capturable")
 
 
 def capture(
-    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, Layout]
+    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, ParameterLayout]
 ) -> tuple[dict[str, Held], list[dict[str, Any]]]:
     """The tensors of its state, and the options of its groups."""
     tensors: dict[str, Held] = {}
@@ -35,7 +35,7 @@ def capture(
 def restore(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, ParameterLayout],
     stored: Mapping[str, TensorStorageMetadata],
     groups: list[dict[str, Any]],
 ) -> dict[str, Held]:
@@ -65,9 +65,9 @@ def restore(
 
 
 def _parameters(
-    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, Layout]
-) -> Iterable[tuple[Layout, nn.Parameter, Tensor]]:
-    """Layout, parameter, and the tensor that the optimizer knows it by: with `sharded_optimizer` that is another one."""
+    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, ParameterLayout]
+) -> Iterable[tuple[ParameterLayout, nn.Parameter, Tensor]]:
+    """ParameterLayout, parameter, and the tensor that the optimizer knows it by: with `sharded_optimizer` that is another one."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = [(p, p) for group in optimizer.param_groups for p in group["params"]]
     for parameter, key in getattr(optimizer, "_pairs", own):
@@ -79,7 +79,7 @@ def _parameters(
         yield layouts[names[parameter]], parameter, key
 
 
-def _piece(name: str, value: Any, parameter: nn.Parameter, layout: Layout) -> Piece:
+def _piece(name: str, value: Any, parameter: nn.Parameter, layout: ParameterLayout) -> Piece:
     if isinstance(value, DTensor):
         return Piece.of(value, layout)
     if isinstance(value, Tensor) and value.ndim == 0:
@@ -98,7 +98,7 @@ def _room(
     stored: TensorStorageMetadata,
     parameter: nn.Parameter,
     key: Tensor,
-    layout: Layout,
+    layout: ParameterLayout,
     options: dict[str, Any],
 ) -> Tensor:
     dtype = stored.properties.dtype
@@ -113,7 +113,7 @@ def _room(
 
 
 def _groups(
-    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, Layout]
+    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, ParameterLayout]
 ) -> list[dict[str, Any]]:
     names = {id(key): layout.hf_name for layout, _, key in _parameters(optimizer, model, layouts)}
     groups = []
@@ -138,7 +138,7 @@ def _plain(group: int, key: str, value: Any) -> Any:
 def _restore_groups(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, ParameterLayout],
     saved: list[dict[str, Any]],
 ) -> None:
     now = _groups(optimizer, model, layouts)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 # There is no public name for where a shard lies in its tensor (torch 2.13.0).
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.parameter_layout import ParameterLayout
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Piece:
     whole: tuple[int, ...]
 
     @staticmethod
-    def of(tensor: Tensor, layout: Layout | None = None) -> Piece:
+    def of(tensor: Tensor, layout: ParameterLayout | None = None) -> Piece:
         """What this rank holds of a DTensor, of any other tensor all; ``layout``: which part of what tensor that is."""
         tensor = tensor.detach()
         local, offset = tensor, (0,) * tensor.ndim

@@ -14,7 +14,7 @@ from fourfold.mesh.grid import Grid
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterLayout:
     """A parameter: a rectangle of the tensor ``hf_name``, cut over the axes y and x, then over z.
 
     A packed projection (q, k and v in one tensor) is several parameters, one for each rectangle, because each of
@@ -29,16 +29,16 @@ class Layout:
     cuts: Mapping[Axis, int] = field(default_factory=dict)
 
     @staticmethod
-    def whole(hf_name: str, tensor: Tensor, cuts: Mapping[Axis, int] | None = None) -> Layout:
+    def whole(hf_name: str, tensor: Tensor, cuts: Mapping[Axis, int] | None = None) -> ParameterLayout:
         shape = tuple(tensor.shape)
-        return Layout(hf_name, shape, (0,) * len(shape), shape, dict(cuts or {}))
+        return ParameterLayout(hf_name, shape, (0,) * len(shape), shape, dict(cuts or {}))
 
     @staticmethod
-    def rows(whole: Layout, dim: int, start: int, length: int) -> Layout:
+    def rows(whole: ParameterLayout, dim: int, start: int, length: int) -> ParameterLayout:
         """The same tensor from ``start`` on along ``dim``, ``length`` long."""
         starts, shape = list(whole.start), list(whole.shape)
         starts[dim], shape[dim] = start, length
-        return Layout(whole.hf_name, whole.hf_shape, tuple(starts), tuple(shape), whole.cuts)
+        return ParameterLayout(whole.hf_name, whole.hf_shape, tuple(starts), tuple(shape), whole.cuts)
 
     def block(self, grid: Grid, place: Mapping[Axis, int] | None = None) -> tuple[slice, ...]:
         """What of the parameter this rank's place on y and x holds, all of z together; relative to the parameter.

@@ -27,7 +27,7 @@ from torch.optim._muon import (
     _zeropower_via_newtonschulz,
 )
 
-from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.optim.redistribute import MatrixRedistribute
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.embedding import Embedding4D
@@ -42,7 +42,7 @@ _AdamWOnShards: Any = sharded_optimizer(torch.optim.AdamW)
 class Matrix:
     """A Hugging Face matrix: its shards on this rank, one of each parameter that it is cut into."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[ParameterLayout, ...]
     shards: tuple[nn.Parameter, ...]
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 
@@ -23,7 +23,7 @@ from fourfold.mesh.grid import Grid
 class MatrixRedistribute:
     """The way to whole matrices and back for all that are cut as ``layouts``, the parameters of one of them, say."""
 
-    def __init__(self, layouts: Sequence[Layout], grid: Grid, dtype: torch.dtype) -> None:
+    def __init__(self, layouts: Sequence[ParameterLayout], grid: Grid, dtype: torch.dtype) -> None:
         self._layouts, self._grid, self._dtype = tuple(layouts), grid, dtype
         first = self._layouts[0]
         assert all(layout.cuts == first.cuts for layout in layouts)

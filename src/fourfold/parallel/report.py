@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.sequence import Activations
 
@@ -34,7 +34,7 @@ class Report:
     rows: tuple[Row, ...] = field(repr=False)
     notes: tuple[str, ...]
     # Every parameter by its name in the parallel model, and where it comes from.
-    layouts: Mapping[str, Layout] = field(repr=False)
+    layouts: Mapping[str, ParameterLayout] = field(repr=False)
     interleaved: bool = False  # the halves of a batch take turns
     activations: Activations = "replicated"
 
@@ -66,7 +66,7 @@ class Report:
         return out.getvalue()
 
 
-def describe(layouts: list[Layout]) -> str:
+def describe(layouts: list[ParameterLayout]) -> str:
     """Where the parameters of a module are, in words."""
     parts = []
     for layout in layouts:
