@@ -30,9 +30,9 @@ from benchmarks.stock import Stock
 from fourfold.checkpoint import Checkpoints
 from fourfold.config.run_file import from_dict
 from fourfold.config.schema import RunConfig
-from fourfold.data.manifest import Manifest
+from fourfold.data.manifest import DatasetManifest
 from fourfold.data.shards import ShardWriter, token_dtype
-from fourfold.data.tokenizer import TokenizerFacts
+from fourfold.data.tokenizer import TokenizerInfo
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.rendezvous import join_world
 from fourfold.train.callbacks import callbacks_of
@@ -55,7 +55,7 @@ def write_run(folder: Path, options: argparse.Namespace) -> RunConfig:
             writer.add(drawn.integers(1, vocabulary, size))
         writer.close()
         writers[split] = writer.shards
-    Manifest(TokenizerFacts("drawn", vocabulary, 0), "drawn", 0, writers).save(folder / "data")
+    DatasetManifest(TokenizerInfo("drawn", vocabulary, 0), "drawn", 0, writers).save(folder / "data")
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=options.hidden,

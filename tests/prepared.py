@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.data.manifest import Manifest
+from fourfold.data.manifest import DatasetManifest
 from fourfold.data.shards import ShardWriter, token_dtype
-from fourfold.data.tokenizer import TokenizerFacts
+from fourfold.data.tokenizer import TokenizerInfo
 
 Documents = Sequence[Sequence[int]]
 
@@ -31,7 +31,7 @@ def write(
             writers[split].add(np.array(document))
         writers[split].close()
     shards = {split: writer.shards for split, writer in writers.items()}
-    Manifest(TokenizerFacts("a", vocab_size, 0), "b", 0, shards).save(folder)
+    DatasetManifest(TokenizerInfo("a", vocab_size, 0), "b", 0, shards).save(folder)
     return folder
 
 

@@ -21,7 +21,7 @@ from benchmarks.ranks import RankPool
 from fourfold.checkpoint.folder import FileRecord, open_folder
 from fourfold.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
+    CheckpointManifest,
     dump_json,
     find_damage,
     hash_file,
@@ -30,11 +30,11 @@ from fourfold.checkpoint.manifest import (
 from fourfold.checkpoint.state import VALUES, read_values
 from fourfold.checkpoint.storage import Reader, read_rows
 from fourfold.config.run_file import ConfigError, load_run
-from fourfold.data.manifest import Manifest as DataManifest
+from fourfold.data.manifest import DatasetManifest
 from fourfold.data.samples import Samples
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.hf.safetensors_reader import CheckpointFiles
-from fourfold.untrusted_input import model_config
+from fourfold.untrusted_input import load_model_config
 from tests import prepared
 from tests.checkpoints import save_steps
 
@@ -208,7 +208,7 @@ def rehashed(folder: Path, step: int) -> None:
         if path.name != MANIFEST:
             size = path.stat().st_size
             files[path.name] = FileRecord(size, hash_file(where, path.name, size))
-    (folder / MANIFEST).write_bytes(Manifest(step, files).to_bytes())
+    (folder / MANIFEST).write_bytes(CheckpointManifest(step, files).to_bytes())
 
 
 def load_whole(root: Path, step: int) -> None:
@@ -332,7 +332,7 @@ def test_a_shard_may_not_lie_elsewhere(data: Path, tmp_path: Path) -> None:
         shard["name"] = name
         file.write_text(json.dumps(values))
         with pytest.raises(ValueError, match="not the name of a file below its folder"):
-            DataManifest.load(data)
+            DatasetManifest.load(data)
 
 
 @FUZZED
@@ -356,7 +356,7 @@ LLAMA = {
 PLANTED = "import os\nos.mkdir({marker!r})\nclass Config: pass\n"
 
 
-@pytest.mark.parametrize("read", [model_config, load_tokenizer])
+@pytest.mark.parametrize("read", [load_model_config, load_tokenizer])
 def test_code_beside_a_model_is_not_run(
     tmp_path: Path, read: Callable[[Path], Any], monkeypatch: Any
 ) -> None:
@@ -385,10 +385,10 @@ def test_a_model_that_would_fetch_code_or_all_memory_is_refused(
     tmp_path: Path, change: Any, said: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert model_config(tmp_path / "config.json").hidden_size == 32
+    assert load_model_config(tmp_path / "config.json").hidden_size == 32
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
     with pytest.raises(ValueError, match=said):
-        model_config(tmp_path / "config.json")
+        load_model_config(tmp_path / "config.json")
 
 
 RUN = 'seed = 1\n[model]\nconfig = "a"\n[data]\nsources = [{path = "b"}]\n[optimizer]\nlr = 1e-3\nbetas = [0.9, 0.95]\n'

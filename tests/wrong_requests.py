@@ -395,7 +395,7 @@ WRONG: dict[str, Wrong] = {
     ),
     "an optimizer of whole matrices": Wrong(
         partial(optimizer, torch.optim.Muon),
-        ("^Muon is not known to work on each number for itself", "use one of AdamW, Adam, SGD"),
+        ("^Muon is not known to be element-wise", "use one of AdamW, Adam, SGD"),
         partial(optimizer, torch.optim.SGD),
     ),
     "an optimizer of the whole gradient": Wrong(

@@ -17,9 +17,9 @@ from torch import nn
 from fourfold.config.describe import toml_value
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
-from fourfold.data.manifest import Manifest
+from fourfold.data.manifest import DatasetManifest
 from fourfold.data.shards import ShardWriter, token_dtype
-from fourfold.data.tokenizer import TokenizerFacts
+from fourfold.data.tokenizer import TokenizerInfo
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 
 VOCABULARY = 160
@@ -55,7 +55,7 @@ def write(folder: Path, *, sequences: int = 8, **sections: dict[str, Any]) -> Pa
             writer.add(1 + (drawn.integers(VOCABULARY) + 7 * np.arange(size)) % (VOCABULARY - 1))
         writer.close()
         shards[split] = writer.shards
-    Manifest(TokenizerFacts("drawn", VOCABULARY, 0), "drawn", 0, shards).save(folder / "data")
+    DatasetManifest(TokenizerInfo("drawn", VOCABULARY, 0), "drawn", 0, shards).save(folder / "data")
     values: dict[str, dict[str, Any]] = {
         "model": {"config": str(folder / "config.json")},
         "data": {"sources": [{"path": str(folder / "data")}], "sequence_length": LENGTH},

@@ -68,7 +68,7 @@ def word(value: Any) -> str:
     return value
 
 
-def model_config(where: str | Path) -> Any:
+def load_model_config(where: str | Path) -> Any:
     """The Hugging Face configuration of a file, a folder or a hub id. Code that it brings along is never run."""
     from transformers import AutoConfig
 

@@ -18,7 +18,7 @@ import fourfold.checkpoint
 from benchmarks.ranks import RankError, RankPool
 from fourfold.checkpoint import Checkpoints, SaveError, commit, storage
 from fourfold.checkpoint.folder import Folder, open_folder
-from fourfold.checkpoint.manifest import Damaged, find_damage
+from fourfold.checkpoint.manifest import CorruptCheckpointError, find_damage
 from fourfold.checkpoint.retention import newest_valid, steps
 from fourfold.checkpoint.storage import Reader
 from fourfold.cli.main import main
@@ -232,7 +232,7 @@ def test_an_index_that_lies_is_refused(run: Path, change: Callable[[dict[str, ob
     index = json.loads(file.read_text())
     change(index["tensors"]["model.lm_head.weight"])
     file.write_text(json.dumps(index))
-    with pytest.raises(Damaged, match=r"model\.lm_head\.weight"):
+    with pytest.raises(CorruptCheckpointError, match=r"model\.lm_head\.weight"):
         Reader(open_folder(run), 2)
 
 

@@ -15,8 +15,8 @@ from benchmarks import reshard
 from benchmarks.ranks import RankPool
 from fourfold.checkpoint import Checkpoints, SaveError
 from fourfold.checkpoint.folder import LocalFolder, open_folder
+from fourfold.checkpoint.local_shards import LocalShard
 from fourfold.checkpoint.manifest import find_damage
-from fourfold.checkpoint.pieces import Piece
 from fourfold.checkpoint.retention import steps
 from fourfold.checkpoint.storage import Reader
 from fourfold.cli.main import main
@@ -206,7 +206,7 @@ def read_a_part(folder: str) -> tuple[int, int]:
     local = 0
     for name, parameter in training.model.named_parameters():
         assert isinstance(parameter, DTensor)
-        piece = Piece.of(parameter)
+        piece = LocalShard.of(parameter)
         (chunk,) = reader.metadata.state_dict_metadata[f"model.{name}"].chunks
         target = torch.full_like(piece.local, torch.nan)
         reader.read_into(target, MetadataIndex(f"model.{name}", chunk.offsets), piece.offset)

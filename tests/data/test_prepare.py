@@ -25,7 +25,7 @@ from fourfold.data import prepare as preparing
 from fourfold.data import shards
 from fourfold.data.documents import Reading, documents
 from fourfold.data.inputs import find_inputs, parts
-from fourfold.data.manifest import Manifest, split_of
+from fourfold.data.manifest import DatasetManifest, split_of
 from fourfold.data.plan import Settings
 from fourfold.data.prepare import prepare
 from fourfold.data.samples import Samples
@@ -60,7 +60,7 @@ def small(tokenizer: str) -> Settings:
 
 def decoded(folder: Path, split: Any) -> list[str]:
     """The text of each document."""
-    manifest = Manifest.load(folder)
+    manifest = DatasetManifest.load(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     found, begun = [], []
     for shard in manifest.shards[split]:
@@ -92,7 +92,7 @@ def test_a_tokenizer_is_trained_on_the_spot(tmp_path: Path, texts: list[str], js
     for name in ("a", "b"):
         prepare(tmp_path / name, [jsonl], Settings(train_vocab_size=400, validation=0))
     assert prepared.files(tmp_path / "a") == prepared.files(tmp_path / "b")
-    assert Manifest.load(tmp_path / "a").tokenizer.vocab_size == 400
+    assert DatasetManifest.load(tmp_path / "a").tokenizer.vocab_size == 400
     assert decoded(tmp_path / "a", "train") == texts
 
 

@@ -16,10 +16,10 @@ from benchmarks.ranks import RankPool
 from fourfold import Grid
 from fourfold.checkpoint import Checkpoints, TrainState
 from fourfold.checkpoint.folder import LocalFolder, open_folder
-from fourfold.checkpoint.manifest import Damaged
+from fourfold.checkpoint.manifest import CorruptCheckpointError
 from fourfold.cli.main import main
 from fourfold.config import run_file
-from fourfold.data.manifest import Manifest
+from fourfold.data.manifest import DatasetManifest
 from fourfold.data.plan import Settings
 from fourfold.data.prepare import prepare
 from fourfold.export import export
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_never_exported(
     found, expected = tensors(tmp_path / "out"), tensors(tmp_path / "first")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     for where, step in ((copy, 2), (copy / "step-2", None)):
-        with pytest.raises(Damaged, match="rank-1"):
+        with pytest.raises(CorruptCheckpointError, match="rank-1"):
             export(where, tmp_path / "none", step=step)
     assert not (tmp_path / "none").exists()
     for where, step in ((copy, 7), (copy / "step-1", 2), (tmp_path / "nowhere", None)):
@@ -215,7 +215,7 @@ def test_a_run_leaves_its_tokenizer_and_its_facts(pool: RankPool, tmp_path: Path
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n")
     logged = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     parameters = sum(p.numel() for p in model.parameters())
-    fingerprint = Manifest.load(tmp_path / "data|set").fingerprint
+    fingerprint = DatasetManifest.load(tmp_path / "data|set").fingerprint
     for fact in (
         "LlamaForCausalLM, step 3",
         f"| parameters | {parameters:,} |",

@@ -107,7 +107,7 @@ def recipes(draw: st.DrawFn) -> InitReplay:
             Step("copy", values=values),
         ]
         chosen = draw(st.sampled_from(extra))
-        steps.append(Step(chosen.kind, chosen.numbers, (start, stop), chosen.values))
+        steps.append(Step(chosen.kind, chosen.arguments, (start, stop), chosen.values))
     if draw(st.booleans()):
         steps += [Step("div", (7.0,)), Step("add", (0.1,)), Step("clamp", (-0.2, 0.2))]
     return InitReplay(shape, tuple(steps))
@@ -186,7 +186,7 @@ def test_gpt2_residual_projections_are_scaled_by_depth() -> None:
     assert recipes["transformer.h.1.mlp.c_fc.weight"].steps == (Step("normal", (0.0, 0.02)),)
     for name in ("attn", "mlp"):
         (step,) = recipes[f"transformer.h.1.{name}.c_proj.weight"].steps
-        assert step.numbers == pytest.approx((0.0, 0.02 / math.sqrt(2 * 3)))
+        assert step.arguments == pytest.approx((0.0, 0.02 / math.sqrt(2 * 3)))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -316,7 +316,7 @@ def test_a_small_parameter_without_a_recipe_is_computed(rule: Callable[[Tensor],
 @pytest.mark.parametrize("case", WITHOUT_RECIPE | IMPOSSIBLE)
 def test_what_cannot_be_recorded_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case in WITHOUT_RECIPE:
-        monkeypatch.setattr(initialize, "LARGEST_COMPUTED", 24 * 10 - 1)
+        monkeypatch.setattr(initialize, "MAX_COMPUTED_ELEMENTS", 24 * 10 - 1)
     rule, reason = (WITHOUT_RECIPE | IMPOSSIBLE)[case]
     model = nn.Module()
     model.block = on_meta(lambda: Custom(rule))

@@ -13,7 +13,7 @@ from benchmarks.ranks import RankPool
 from fourfold import Grid, Report
 from fourfold.checkpoint import Checkpoints, TrainState
 from fourfold.config.schema import OptimizerSection
-from fourfold.optim.muon import MuonOnShards, split_matrices
+from fourfold.optim.muon import ShardedMuon, split_matrices
 from fourfold.train.loop.optimizers import build_optimizer
 from tests.models import batch, build, local_parameters, part
 
@@ -126,7 +126,7 @@ def step_in_the_other_ways(shape: Shape) -> None:
     report = ff.parallelize(model, Grid.create(shape))
     matrices, _ = split_matrices(model)
     group = {"params": matrices, "muon": True, "weight_decay": SECTION.weight_decay}
-    optimizer = MuonOnShards([group], model, report, momentum=SECTION.momentum, **other)
+    optimizer = ShardedMuon([group], model, report, momentum=SECTION.momentum, **other)
     plant_gradients(stock, model, report, seed=0)
     step(optimizer, RATES[0])
     stock.step(RATES[0])
@@ -280,13 +280,13 @@ def refuse() -> None:
     name = next(n for n in report.layouts if n.endswith("c_attn.weight_1"))
     without = [p for p in matrices if p is not model.get_parameter(name)]
     with pytest.raises(ValueError, match=r"h\.0\.attn\.c_attn\.weight is 3072 numbers.* 2048 of them"):
-        MuonOnShards([{"params": without, "muon": True}], model, report, lr=1e-2)
+        ShardedMuon([{"params": without, "muon": True}], model, report, lr=1e-2)
     with pytest.raises(ValueError, match=r"ln_f\.weight has shape \(32,\).*AdamW"):
-        MuonOnShards(
+        ShardedMuon(
             [{"params": [model.get_parameter("transformer.ln_f.weight")], "muon": True}], model, report
         )
     with pytest.raises(ValueError, match=r"'rms' is not known"):
-        MuonOnShards([{"params": matrices, "muon": True}], model, report, adjust_lr_fn="rms")
+        ShardedMuon([{"params": matrices, "muon": True}], model, report, adjust_lr_fn="rms")
 
 
 def test_what_would_not_be_exact_is_refused(pool: RankPool) -> None:

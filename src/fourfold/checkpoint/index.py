@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fourfold.checkpoint.folder import Folder
-from fourfold.checkpoint.manifest import Damaged, dump_json, plain_name, read_json
+from fourfold.checkpoint.manifest import CorruptCheckpointError, dump_json, plain_name, read_json
 from fourfold.hf.safetensors_reader import DTYPES as NUMBERS
 from fourfold.hf.safetensors_reader import MAX_DIMS
 from fourfold.untrusted_input import natural
@@ -29,7 +29,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Stored:
+class ByteRange:
     """Where a piece lies: bytes [start, stop) of a file."""
 
     file: str
@@ -37,15 +37,15 @@ class Stored:
     stop: int
 
 
-def stored_pieces(metadata: Metadata) -> dict[MetadataIndex, Stored]:
-    return cast(dict[MetadataIndex, Stored], metadata.storage_data)
+def byte_ranges(metadata: Metadata) -> dict[MetadataIndex, ByteRange]:
+    return cast(dict[MetadataIndex, ByteRange], metadata.storage_data)
 
 
 def tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
 
-def write_index(metadata: Metadata, stored: dict[MetadataIndex, Stored]) -> bytes:
+def write_index(metadata: Metadata, stored: dict[MetadataIndex, ByteRange]) -> bytes:
     table = {
         name: {
             "dtype": DTYPE_NAMES[tensor.properties.dtype],
@@ -57,7 +57,7 @@ def write_index(metadata: Metadata, stored: dict[MetadataIndex, Stored]) -> byte
     return dump_json({"tensors": table})
 
 
-def _piece(name: str, chunk: ChunkStorageMetadata, stored: dict[MetadataIndex, Stored]) -> dict[str, Any]:
+def _piece(name: str, chunk: ChunkStorageMetadata, stored: dict[MetadataIndex, ByteRange]) -> dict[str, Any]:
     where = stored[MetadataIndex(name, chunk.offsets)]
     return {
         "offset": list(chunk.offsets),
@@ -71,19 +71,21 @@ def read_index(folder: Folder, sizes: dict[str, int]) -> Metadata:
     """The index of a checkpoint whose files have these ``sizes``, as DCP's planners want it."""
     table = read_json(folder, INDEX).get("tensors")
     if not isinstance(table, dict):
-        raise Damaged(f"{folder}/{INDEX}: has no table of tensors")
-    stored: dict[MetadataIndex, Stored] = {}
+        raise CorruptCheckpointError(f"{folder}/{INDEX}: has no table of tensors")
+    stored: dict[MetadataIndex, ByteRange] = {}
     found = {}
     for name, fields in table.items():
         try:
             found[name] = _read_tensor(name, fields, sizes, stored)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"{folder}/{INDEX}: {name!r:.200} is not sound ({error!r:.200})") from error
+            raise CorruptCheckpointError(
+                f"{folder}/{INDEX}: {name!r:.200} is not sound ({error!r:.200})"
+            ) from error
     return Metadata(found, storage_data=stored)  # type: ignore[arg-type]
 
 
 def _read_tensor(
-    name: str, fields: Any, sizes: dict[str, int], stored: dict[MetadataIndex, Stored]
+    name: str, fields: Any, sizes: dict[str, int], stored: dict[MetadataIndex, ByteRange]
 ) -> TensorStorageMetadata:
     dtype, whole = DTYPES[fields["dtype"]], _naturals(fields["shape"])
     if not math.prod(whole) and math.prod(n or 1 for n in whole) > MAX_EMPTY:
@@ -101,7 +103,7 @@ def _read_tensor(
                 f"{list(shape)} of {dtype} does not lie in bytes {start} to {stop} of {sizes[file]}"
             )
         chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
-        stored[MetadataIndex(name, offset)] = Stored(file, start, stop)
+        stored[MetadataIndex(name, offset)] = ByteRange(file, start, stop)
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(whole) or _overlap(chunks):
         raise ValueError(f"its {len(chunks)} pieces do not make up {list(whole)}")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(whole), chunks)

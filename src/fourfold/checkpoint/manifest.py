@@ -21,12 +21,12 @@ MAX_JSON_BYTES = 2**30  # so that a damaged or planted file does not fill the me
 BLOCK_BYTES = 16 * 2**20  # of a file at a time, when it is hashed
 
 
-class Damaged(ValueError):
+class CorruptCheckpointError(ValueError):
     """A checkpoint that is not what was written; the message names the file."""
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint consists of."""
 
     step: int
@@ -42,28 +42,30 @@ class Manifest:
         return dump_json({**body, "xxh3_128": xxhash.xxh3_128_hexdigest(dump_json(body))})
 
 
-def read_manifest(folder: Folder, step: int) -> Manifest:
-    """The manifest of the checkpoint in ``folder``; `Damaged` if there is no sound one of ``step``."""
+def read_manifest(folder: Folder, step: int) -> CheckpointManifest:
+    """The manifest of the checkpoint in ``folder``; `CorruptCheckpointError` if there is no sound one of ``step``."""
     body = read_json(folder, MANIFEST)
     said = body.pop("xxh3_128", None)
     found = xxhash.xxh3_128_hexdigest(dump_json(body))
     if said != found:
-        raise Damaged(f"{folder}/{MANIFEST}: its hash is {found}, but it says {said!r:.80}")
+        raise CorruptCheckpointError(f"{folder}/{MANIFEST}: its hash is {found}, but it says {said!r:.80}")
     if body.get("format") != FORMAT:
-        raise Damaged(
+        raise CorruptCheckpointError(
             f"{folder}/{MANIFEST}: is of format {body.get('format')!r:.80}, this version reads {FORMAT}; use the version "
             "of Fourfold that wrote it"
         )
     if body.get("step") != step:
-        raise Damaged(f"{folder}/{MANIFEST}: is of step {body.get('step')!r:.80}, but lies in that of {step}")
+        raise CorruptCheckpointError(
+            f"{folder}/{MANIFEST}: is of step {body.get('step')!r:.80}, but lies in that of {step}"
+        )
     try:
         files = {
             plain_name(name): FileRecord(natural(record["size"]), word(record["xxh3_128"]))
             for name, record in body["files"].items()
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Damaged(f"{folder}/{MANIFEST}: has no sound list of files ({error})") from error
-    return Manifest(step, files)
+        raise CorruptCheckpointError(f"{folder}/{MANIFEST}: has no sound list of files ({error})") from error
+    return CheckpointManifest(step, files)
 
 
 def find_damage(
@@ -75,7 +77,7 @@ def find_damage(
     """
     try:
         manifest = read_manifest(folder, step)
-    except Damaged as error:
+    except CorruptCheckpointError as error:
         return [str(error)]
     damage = []
     for name, record in sorted(manifest.files.items())[part::parts]:
@@ -115,13 +117,17 @@ def dump_json(value: Any) -> bytes:
 def read_json(folder: Folder, name: str) -> dict[str, Any]:
     size = folder.size(name)
     if size is None:
-        raise Damaged(f"{folder}/{name}: is missing")
+        raise CorruptCheckpointError(f"{folder}/{name}: is missing")
     if size > MAX_JSON_BYTES:
-        raise Damaged(f"{folder}/{name}: has {size} bytes, more than the limit of {MAX_JSON_BYTES}")
+        raise CorruptCheckpointError(
+            f"{folder}/{name}: has {size} bytes, more than the limit of {MAX_JSON_BYTES}"
+        )
     try:
         value = json.loads(folder.read(name))
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{folder}/{name}: has no sound JSON ({error})") from error
+        raise CorruptCheckpointError(f"{folder}/{name}: has no sound JSON ({error})") from error
     if not isinstance(value, dict):
-        raise Damaged(f"{folder}/{name}: has JSON of type {type(value).__name__} instead of an object")
+        raise CorruptCheckpointError(
+            f"{folder}/{name}: has JSON of type {type(value).__name__} instead of an object"
+        )
     return value

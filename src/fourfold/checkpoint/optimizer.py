@@ -1,4 +1,4 @@
-"""The state of an optimizer by the names of Hugging Face tensors: pieces where those of the weights are."""
+"""The state of an optimizer by the names of Hugging Face tensors: shards where those of the weights are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fourfold.checkpoint.pieces import Held, Piece
+from fourfold.checkpoint.local_shards import LocalShard, LocalShards
 from fourfold.hf.parameter_layout import ParameterLayout
 
 PREFIX = "optimizer."
@@ -21,14 +21,14 @@ HOW = ("fused", "foreach", "capturable")
 
 def capture(
     optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, ParameterLayout]
-) -> tuple[dict[str, Held], list[dict[str, Any]]]:
+) -> tuple[dict[str, LocalShards], list[dict[str, Any]]]:
     """The tensors of its state, and the options of its groups."""
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, LocalShards] = {}
     for layout, parameter, key in _parameters(optimizer, model, layouts):
         for kind, value in optimizer.state.get(key, {}).items():
             if value is not None:  # a momentum that has not begun
                 name = f"{PREFIX}{layout.hf_name}.{kind}"
-                tensors.setdefault(name, Held()).add(_piece(name, value, parameter, layout))
+                tensors.setdefault(name, LocalShards()).add(_local_shard(name, value, parameter, layout))
     return tensors, _groups(optimizer, model, layouts)
 
 
@@ -38,7 +38,7 @@ def restore(
     layouts: Mapping[str, ParameterLayout],
     stored: Mapping[str, TensorStorageMetadata],
     groups: list[dict[str, Any]],
-) -> dict[str, Held]:
+) -> dict[str, LocalShards]:
     """Set the options, and make room for the tensors that ``stored`` names: those to be filled."""
     _restore_groups(optimizer, model, layouts, groups)
     wanted: dict[str, dict[str, TensorStorageMetadata]] = {}
@@ -48,14 +48,14 @@ def restore(
             wanted.setdefault(name, {})[kind] = tensor
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     optimizer.state.clear()
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, LocalShards] = {}
     known = set()
     for layout, parameter, key in _parameters(optimizer, model, layouts):
         known.add(layout.hf_name)
         for kind, tensor in wanted.get(layout.hf_name, {}).items():
             name = f"{PREFIX}{layout.hf_name}.{kind}"
             optimizer.state[key][kind] = value = _room(tensor, parameter, key, layout, options[id(key)])
-            tensors.setdefault(name, Held()).add(_piece(name, value, parameter, layout))
+            tensors.setdefault(name, LocalShards()).add(_local_shard(name, value, parameter, layout))
     if unknown := set(wanted) - known:
         raise ValueError(
             f"the checkpoint has the optimizer's state of {len(unknown)} tensors that this optimizer does not have, "
@@ -79,12 +79,12 @@ def _parameters(
         yield layouts[names[parameter]], parameter, key
 
 
-def _piece(name: str, value: Any, parameter: nn.Parameter, layout: ParameterLayout) -> Piece:
+def _local_shard(name: str, value: Any, parameter: nn.Parameter, layout: ParameterLayout) -> LocalShard:
     if isinstance(value, DTensor):
-        return Piece.of(value, layout)
+        return LocalShard.of(value, layout)
     if isinstance(value, Tensor) and value.ndim == 0:
-        return Piece.of(value)  # counts the steps, the same on all ranks
-    place = Piece.of(parameter, layout)
+        return LocalShard.of(value)  # counts the steps, the same on all ranks
+    place = LocalShard.of(parameter, layout)
     if isinstance(value, Tensor) and value.shape == place.local.shape:
         return place.with_local(value)
     shape = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

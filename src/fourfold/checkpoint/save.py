@@ -23,8 +23,8 @@ from fourfold.checkpoint import retention, state
 from fourfold.checkpoint.commit import step_name
 from fourfold.checkpoint.folder import Folder, open_folder
 from fourfold.checkpoint.index import tensors
+from fourfold.checkpoint.local_shards import LoadPlanner, SavePlanner
 from fourfold.checkpoint.manifest import find_damage
-from fourfold.checkpoint.pieces import LoadPlanner, SavePlanner
 from fourfold.checkpoint.state import Snapshot, TrainState
 from fourfold.checkpoint.storage import Reader, Writer
 

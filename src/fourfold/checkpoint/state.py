@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fourfold.checkpoint import optimizer as optimizers
 from fourfold.checkpoint.folder import Folder
-from fourfold.checkpoint.manifest import Damaged, read_json
-from fourfold.checkpoint.pieces import Held, Piece
+from fourfold.checkpoint.local_shards import LocalShard, LocalShards
+from fourfold.checkpoint.manifest import CorruptCheckpointError, read_json
 from fourfold.parallel.dropout import seed_ranks
 from fourfold.parallel.report import Report
 from fourfold.untrusted_input import natural, word
@@ -54,7 +54,7 @@ class TrainState:
 class Snapshot:
     """The tensors of this rank, by name, and the values that are the same on all ranks."""
 
-    tensors: dict[str, Held]
+    tensors: dict[str, LocalShards]
     values: dict[str, Any]
 
     def staged(self) -> Snapshot:
@@ -92,7 +92,7 @@ def capture(training: TrainState) -> Snapshot:
 
 def targets(
     training: TrainState, stored: Mapping[str, TensorStorageMetadata], values: dict[str, Any]
-) -> dict[str, Held]:
+) -> dict[str, LocalShards]:
     """The run's own tensors, to be filled with those that are ``stored``; a checkpoint of another model is refused."""
     tensors = model_tensors(training.model, training.report)
     _check_model(tensors, stored)
@@ -102,7 +102,7 @@ def targets(
 
 
 def read_values(folder: Folder) -> dict[str, Any]:
-    """All that is no tensor; `Damaged` if it is not what `capture` writes."""
+    """All that is no tensor; `CorruptCheckpointError` if it is not what `capture` writes."""
     values = read_json(folder, VALUES)
     try:
         natural(values["step"]), natural(values["seed"])
@@ -121,7 +121,7 @@ def read_values(folder: Folder) -> dict[str, Any]:
             if "params" in group["options"] or not isinstance(group["options"], dict):
                 raise ValueError(f"the options of {names[:1]} are not those of an optimizer")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Damaged(f"{folder}/{VALUES}: is not sound ({error!r:.200})") from error
+        raise CorruptCheckpointError(f"{folder}/{VALUES}: is not sound ({error!r:.200})") from error
     return values
 
 
@@ -142,16 +142,16 @@ def resume(training: TrainState, values: dict[str, Any]) -> None:
     seed_ranks(training.report.grid, training.seed, training.step)
 
 
-def model_tensors(model: nn.Module, report: Report) -> dict[str, Held]:
+def model_tensors(model: nn.Module, report: Report) -> dict[str, LocalShards]:
     """Parameters, a tied one once, and the buffers that a state dict has; by their names in the Hugging Face model."""
     # FSDP2 may hold gathered weights after an evaluation; its hooks on the state dict cut them again.
     state = model.state_dict()
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, LocalShards] = {}
     for name, _ in (*model.named_parameters(), *model.named_buffers()):
         if name in state and state[name].numel():
             layout = report.layouts.get(name)
             hf_name = name if layout is None else layout.hf_name
-            tensors.setdefault(f"{MODEL}{hf_name}", Held()).add(Piece.of(state[name], layout))
+            tensors.setdefault(f"{MODEL}{hf_name}", LocalShards()).add(LocalShard.of(state[name], layout))
     return tensors
 
 
@@ -170,7 +170,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _check_model(tensors: Mapping[str, Held], stored: Mapping[str, TensorStorageMetadata]) -> None:
+def _check_model(tensors: Mapping[str, LocalShards], stored: Mapping[str, TensorStorageMetadata]) -> None:
     there = {name for name in stored if name.startswith(MODEL)}
     for name, held in tensors.items():
         if name not in there:
@@ -180,9 +180,9 @@ def _check_model(tensors: Mapping[str, Held], stored: Mapping[str, TensorStorage
                 + (f" (the nearest is {near[0]})" if near else "")
                 + "; use the model's configuration that it was saved with"
             )
-        if tuple(stored[name].size) != held.whole:
+        if tuple(stored[name].size) != held.global_shape:
             raise ValueError(
-                f"{name} has shape {tuple(stored[name].size)} in the checkpoint, but {held.whole} in the model; use the "
+                f"{name} has shape {tuple(stored[name].size)} in the checkpoint, but {held.global_shape} in the model; use the "
                 "configuration that it was saved with"
             )
     if more := there - set(tensors):

@@ -24,9 +24,9 @@ from fourfold.checkpoint.folder import FileRecord, Folder
 from fourfold.checkpoint.index import (
     DTYPE_NAMES,
     INDEX,
-    Stored,
+    ByteRange,
+    byte_ranges,
     read_index,
-    stored_pieces,
     tensors,
     write_index,
 )
@@ -40,7 +40,7 @@ READ_BYTES = 16 * 2**20  # of a file at a time
 class Written:
     """A piece that a rank has written, and the file that it is in."""
 
-    stored: Stored
+    stored: ByteRange
     record: FileRecord
 
 
@@ -79,7 +79,7 @@ class Writer(StorageWriter):
         record = folder.write(self._file, _file(header, [by_name[name] for name in ranges]))
         done.set_result(
             [
-                WriteResult(index, stop - start, Written(Stored(self._file, start, stop), record))
+                WriteResult(index, stop - start, Written(ByteRange(self._file, start, stop), record))
                 for index in pieces
                 for start, stop in [ranges[names[index]]]
             ]
@@ -87,7 +87,7 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        stored: dict[MetadataIndex, Stored] = {}
+        stored: dict[MetadataIndex, ByteRange] = {}
         files: dict[str, FileRecord] = {}
         for result in itertools.chain.from_iterable(results):
             written: Written = result.storage_data
@@ -140,7 +140,7 @@ class Reader(StorageReader):
 
     def read_into(self, target: Tensor, piece: MetadataIndex, offset: tuple[int, ...]) -> None:
         """Fill ``target`` with the rectangle of a stored piece that begins at ``offset`` in it."""
-        where = stored_pieces(self.metadata)[piece]
+        where = byte_ranges(self.metadata)[piece]
         tensor = tensors(self.metadata)[piece.fqn]
         shape = next(tuple(c.sizes) for c in tensor.chunks if c.offsets == piece.offset)
         if target.ndim == 0:  # a single number is a row of one

@@ -110,9 +110,9 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def info(options: argparse.Namespace) -> int:
-    from fourfold.data.manifest import Manifest
+    from fourfold.data.manifest import DatasetManifest
 
-    manifest = Manifest.load(options.folder)
+    manifest = DatasetManifest.load(options.folder)
     print(_described(options.folder, manifest))
     wrong = manifest.wrong_with(options.folder, contents=options.verify)
     for line in wrong:

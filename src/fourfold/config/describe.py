@@ -42,7 +42,7 @@ SIZES = {
 }
 
 
-def model_config(size: str, vocabulary: int) -> dict[str, Any]:
+def sized_model_config(size: str, vocabulary: int) -> dict[str, Any]:
     """A config.json of Llama's shape."""
     chosen = SIZES[size]
     return {

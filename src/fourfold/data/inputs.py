@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.data.documents import KINDS, Kind, Piece, Reading, kind_of, pieces
+from fourfold.data.documents import KINDS, FileChunk, Kind, Reading, kind_of, split_file
 
 HUB = "hf:"
 MIB = 1 << 20
@@ -47,20 +47,20 @@ def find_inputs(
     return list(found.values())
 
 
-def parts(inputs: Sequence[Input], reading: Reading, part_bytes: int | None = None) -> list[list[Piece]]:
-    """The work in parts of about equal size: pieces of a large file, or several small files together."""
+def parts(inputs: Sequence[Input], reading: Reading, part_bytes: int | None = None) -> list[list[FileChunk]]:
+    """The work in parts of about equal size: chunks of a large file, or several small files together."""
     if part_bytes is None:
         least, most = PART_BYTES
         part_bytes = min(max(sum(i.bytes for i in inputs) // PARTS, least), most)
-    grouped: list[list[Piece]] = []
+    grouped: list[list[FileChunk]] = []
     held = 0
     for file in inputs:
-        for piece in pieces(file.path, file.kind, reading, part_bytes):
-            if not grouped or held + piece.bytes > part_bytes:
+        for chunk in split_file(file.path, file.kind, reading, part_bytes):
+            if not grouped or held + chunk.bytes > part_bytes:
                 grouped.append([])
                 held = 0
-            grouped[-1].append(piece)
-            held += piece.bytes
+            grouped[-1].append(chunk)
+            held += chunk.bytes
     return grouped
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from fourfold.data.shards import Shard, token_dtype, write_whole, wrong_with
-from fourfold.data.tokenizer import TokenizerFacts
+from fourfold.data.tokenizer import TokenizerInfo
 from fourfold.untrusted_input import natural, read_json, word
 
 FORMAT = 1
@@ -29,10 +29,10 @@ def split_of(text: str, validation: float) -> Split:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatasetManifest:
     """A prepared data set."""
 
-    tokenizer: TokenizerFacts
+    tokenizer: TokenizerInfo
     source: str  # fingerprint: of every document's text, in order
     source_bytes: int
     shards: dict[Split, list[Shard]]
@@ -65,7 +65,7 @@ class Manifest:
         write_whole(folder / NAME, json.dumps(self.to_json(), indent=1) + "\n")
 
     @staticmethod
-    def load(folder: Path) -> Manifest:
+    def load(folder: Path) -> DatasetManifest:
         path = folder / NAME
         if not path.exists():
             begun = "was begun but not finished: run the same `fourfold data prepare` again to go on"
@@ -79,8 +79,8 @@ class Manifest:
                 f"{path} has format {values.get('format')!r:.80}, this version reads {FORMAT}; prepare the text again"
             )
         try:
-            return Manifest(
-                TokenizerFacts.from_json(values["tokenizer"]),
+            return DatasetManifest(
+                TokenizerInfo.from_json(values["tokenizer"]),
                 word(values["source"]),
                 natural(values["source_bytes"]),
                 {split: [Shard.from_json(shard) for shard in values["shards"][split]] for split in SPLITS},

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fourfold.data.documents import Piece, Reading, texts_of
+from fourfold.data.documents import FileChunk, Reading, texts_of
 from fourfold.data.inputs import Input
 from fourfold.data.shards import SHARD_TOKENS, write_whole
 from fourfold.data.tokenizer import (
-    TokenizerFacts,
-    facts_of,
+    TokenizerInfo,
     load_tokenizer,
     save_tokenizer,
+    tokenizer_info,
     train_tokenizer,
 )
 
@@ -56,8 +56,8 @@ class Settings:
 
 
 def settle_plan(
-    folder: Path, files: Sequence[Input], settings: Settings, work: Sequence[list[Piece]]
-) -> TokenizerFacts:
+    folder: Path, files: Sequence[Input], settings: Settings, work: Sequence[list[FileChunk]]
+) -> TokenizerInfo:
     """Write down what is prepared here, or see that it is the same as before."""
     path = folder / NAME
     before = json.loads(path.read_text()) if path.exists() else None
@@ -72,7 +72,7 @@ def settle_plan(
         tokenizer = load_tokenizer(folder / "tokenizer")
     else:
         tokenizer = train_tokenizer(_sample(work, settings.reading), settings.train_vocab_size or 0)
-    facts = facts_of(tokenizer)
+    facts = tokenizer_info(tokenizer)
     plan = {
         "tokenizer": asdict(facts),
         "settings": {name: value for name, value in asdict(settings).items() if name != "tokenizer"},
@@ -116,7 +116,7 @@ def _refuse_foreign(folder: Path) -> None:
         raise ValueError(f"{folder} has other files in it, such as {foreign[0]}; take an empty folder")
 
 
-def _sample(work: Sequence[list[Piece]], reading: Reading) -> Iterator[str]:
+def _sample(work: Sequence[list[FileChunk]], reading: Reading) -> Iterator[str]:
     """Documents from all over the inputs: the first of evenly chosen parts, as much of each."""
     chosen = work[:: max(1, len(work) // TRAINING_PARTS)]
     for part in chosen:

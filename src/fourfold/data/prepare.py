@@ -22,12 +22,12 @@ import numpy as np
 import xxhash
 
 from fourfold.data import manifest, plan
-from fourfold.data.documents import Piece, texts_of
+from fourfold.data.documents import FileChunk, texts_of
 from fourfold.data.inputs import find_inputs, parts
-from fourfold.data.manifest import SPLITS, Manifest, Split, split_of
+from fourfold.data.manifest import SPLITS, DatasetManifest, Split, split_of
 from fourfold.data.plan import Settings, settle_plan
 from fourfold.data.shards import Shard, ShardWriter, locked, token_dtype, write_whole, wrong_with
-from fourfold.data.tokenizer import FILE, TokenizerFacts, plain_backend
+from fourfold.data.tokenizer import FILE, TokenizerInfo, plain_backend
 
 BATCH_CHARACTERS = 1 << 20  # of documents that are tokenised together
 
@@ -42,7 +42,7 @@ def prepare(
     processes: int = 1,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
-) -> Manifest:
+) -> DatasetManifest:
     """Tokenise the inputs into a folder; a second call goes on where the first was stopped."""
     if processes < 1:
         raise ValueError(f"{processes} processes do no work; use at least 1")
@@ -57,12 +57,12 @@ def prepare(
         _sweep(folder)
         if (folder / manifest.NAME).exists():
             shutil.rmtree(folder / "parts", ignore_errors=True)
-            return Manifest.load(folder)
-        total = sum(piece.bytes for part in work for piece in part)
+            return DatasetManifest.load(folder)
+        total = sum(chunk.bytes for part in work for chunk in part)
         done = 0
         task = _Task(str(folder), settings, tokenizer)
         for number in _run(task, work, processes):
-            done += sum(piece.bytes for piece in work[number])
+            done += sum(chunk.bytes for chunk in work[number])
             progress(done, total)
         prepared = _put_together(folder, len(work), tokenizer, sum(file.bytes for file in files))
         prepared.save(folder)
@@ -90,10 +90,10 @@ def _sweep(folder: Path) -> None:
 class _Task:
     folder: str
     settings: Settings
-    tokenizer: TokenizerFacts
+    tokenizer: TokenizerInfo
 
 
-def _run(task: _Task, work: Sequence[list[Piece]], processes: int) -> Iterator[int]:
+def _run(task: _Task, work: Sequence[list[FileChunk]], processes: int) -> Iterator[int]:
     """Do what is not done yet; the numbers of parts, as they are finished."""
     folder = Path(task.folder)
     for name in ("parts", *SPLITS):
@@ -121,7 +121,7 @@ def _run(task: _Task, work: Sequence[list[Piece]], processes: int) -> Iterator[i
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _do(task: _Task, number: int, part: Sequence[Piece]) -> int:
+def _do(task: _Task, number: int, part: Sequence[FileChunk]) -> int:
     """Tokenise a part: its shards, then the note that says that it is done."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     folder, settings, facts = Path(task.folder), task.settings, task.tokenizer
@@ -184,7 +184,7 @@ def _shards(note: dict[str, Any], split: Split) -> list[Shard]:
     return [Shard(**shard) for shard in note["shards"][split]]
 
 
-def _is_done(folder: Path, number: int, tokenizer: TokenizerFacts) -> bool:
+def _is_done(folder: Path, number: int, tokenizer: TokenizerInfo) -> bool:
     """A note is written last, but files may have been lost since."""
     path = _note(folder, number)
     if not path.exists():
@@ -194,8 +194,8 @@ def _is_done(folder: Path, number: int, tokenizer: TokenizerFacts) -> bool:
     return not any(wrong_with(folder, shards, token_dtype(tokenizer.vocab_size), contents=False))
 
 
-def _put_together(folder: Path, count: int, tokenizer: TokenizerFacts, source_bytes: int) -> Manifest:
+def _put_together(folder: Path, count: int, tokenizer: TokenizerInfo, source_bytes: int) -> DatasetManifest:
     notes = [json.loads(_note(folder, number).read_text()) for number in range(count)]
     source = xxhash.xxh3_128_hexdigest("".join(note["source"] for note in notes).encode())
     shards = {split: [shard for note in notes for shard in _shards(note, split)] for split in SPLITS}
-    return Manifest(tokenizer, source, source_bytes, shards)
+    return DatasetManifest(tokenizer, source, source_bytes, shards)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.manifest import Manifest, Split
+from fourfold.data.manifest import DatasetManifest, Split
 from fourfold.data.shards import ENDS_DTYPE
 
 NO_LABEL = -100
@@ -49,7 +49,7 @@ class Samples:
         if length < 2:
             raise ValueError(f"a sample of {length} token has nothing to predict; use a length of at least 2")
         self.folder, self.length = Path(folder), length
-        self.manifest = Manifest.load(self.folder)
+        self.manifest = DatasetManifest.load(self.folder)
         if wrong := self.manifest.wrong_with(self.folder, contents=False):
             raise ValueError(f"{wrong[0]}; copy the folder again, or prepare it with --overwrite")
         self._shards = self.manifest.shards[split]

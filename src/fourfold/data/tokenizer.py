@@ -17,7 +17,7 @@ FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True)
-class TokenizerFacts:
+class TokenizerInfo:
     """What prepared tokens depend on."""
 
     fingerprint: str
@@ -25,8 +25,8 @@ class TokenizerFacts:
     eos_id: int
 
     @staticmethod
-    def from_json(values: dict[str, Any]) -> TokenizerFacts:
-        return TokenizerFacts(
+    def from_json(values: dict[str, Any]) -> TokenizerInfo:
+        return TokenizerInfo(
             word(values["fingerprint"]),
             natural(values["vocab_size"], 1 << 32),
             natural(values["eos_id"], 1 << 32),
@@ -79,19 +79,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerFacts:
+def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerInfo:
     """Keep the tokenizer with the tokens that it made; `AutoTokenizer.from_pretrained` loads the folder."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     tokenizer.save_pretrained(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
-    return facts_of(tokenizer)
+    return tokenizer_info(tokenizer)
 
 
-def facts_of(tokenizer: Any) -> TokenizerFacts:
+def tokenizer_info(tokenizer: Any) -> TokenizerInfo:
     content = plain_backend(tokenizer.backend_tokenizer.to_str()).to_str()
-    return TokenizerFacts(
+    return TokenizerInfo(
         xxhash.xxh3_128_hexdigest(content.encode()), len(tokenizer), int(tokenizer.eos_token_id)
     )
 

@@ -12,7 +12,7 @@ import torch
 from fourfold.checkpoint import retention
 from fourfold.checkpoint.commit import step_name, step_of
 from fourfold.checkpoint.folder import Folder, open_folder
-from fourfold.checkpoint.manifest import Damaged, dump_json, find_damage, read_json
+from fourfold.checkpoint.manifest import CorruptCheckpointError, dump_json, find_damage, read_json
 from fourfold.checkpoint.state import VALUES
 from fourfold.checkpoint.storage import Reader
 from fourfold.export import tokenizer as tokenizers
@@ -121,7 +121,9 @@ def _choose(where: str | os.PathLike[str], step: int | None) -> tuple[Folder, in
     )
     notes = [f"damaged, and not exported: {line}" for lines in damaged.values() for line in lines]
     if found is None:
-        raise Damaged("\n".join([f"none of the {len(damaged)} checkpoints looked at is valid", *notes]))
+        raise CorruptCheckpointError(
+            "\n".join([f"none of the {len(damaged)} checkpoints looked at is valid", *notes])
+        )
     return root, found, notes
 
 

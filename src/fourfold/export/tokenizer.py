@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.checkpoint.folder import Folder
-from fourfold.data.tokenizer import facts_of, load_tokenizer
+from fourfold.data.tokenizer import load_tokenizer, tokenizer_info
 from fourfold.export.run_values import data_sources, value_at
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -58,4 +58,4 @@ def find(named: Name | None, values: dict[str, Any]) -> tuple[Chosen | None, lis
             f"tokenizer {os.fspath(named)} has {len(tokenizer)} tokens, the model has rows for {rows}; give the "
             "tokenizer that it was trained with"
         )
-    return Chosen(tokenizer, facts_of(tokenizer).fingerprint), []
+    return Chosen(tokenizer, tokenizer_info(tokenizer).fingerprint), []

@@ -26,7 +26,7 @@ class Family:
     # Arguments of attention that carry one slice for each head: name -> the dim, "heads", "batch*heads" or "batch,heads".
     head_arguments: Mapping[str, str] = field(default_factory=dict)
     # Why the family's code cannot be cut exactly, if it cannot.
-    refused: str | None = None
+    unsupported: str | None = None
 
 
 _LLAMA_LIKE = {
@@ -151,13 +151,13 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "diffllama": Family(
-        refused="its attention takes the difference of head i and head i + heads/2, which a cut over x parts"
+        unsupported="its attention takes the difference of head i and head i + heads/2, which a cut over x parts"
     ),
     "codegen": Family(
-        refused="its fused projection is ordered for four model-parallel ranks (mp_num = 4 in CodeGenAttention.forward)"
+        unsupported="its fused projection is ordered for four model-parallel ranks (mp_num = 4 in CodeGenAttention.forward)"
     ),
     "ctrl": Family(
-        refused="it adds a table of positions for all features in CTRLModel.forward, where no module can be cut"
+        unsupported="it adds a table of positions for all features in CTRLModel.forward, where no module can be cut"
     ),
     "gpt_neox_japanese": Family(
         _under(
@@ -177,10 +177,10 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "doge": Family(
-        refused="its attention's dt_proj mixes all key/value heads into one number for each: from x to x, and not a role"
+        unsupported="its attention's dt_proj mixes all key/value heads into one number for each: from x to x, and not a role"
     ),
     "muse_glimmer_assistant": Family(
-        refused="its encoder.fc, in the plan as rowwise_split_input, reads features that no layer before it has cut"
+        unsupported="its encoder.fc, in the plan as rowwise_split_input, reads features that no layer before it has cut"
     ),
     "hrm_text": Family({"model.z_L_init": "features"}),
     "esmc": Family(

@@ -20,9 +20,9 @@ from fourfold.hf.init_replay import OVERWRITES, InitReplay, Step
 
 # A parameter up to this size whose initialisation has no recipe is computed, and its values are the recipe: every
 # rank holds all of it. 2**18 has room for the state matrices of state-space layers, not for a projection.
-LARGEST_COMPUTED = 2**18
+MAX_COMPUTED_ELEMENTS = 2**18
 
-MOST_TROUBLES = 8  # to print: what is wrong in one layer is wrong in a hundred
+MAX_PROBLEMS_SHOWN = 8  # to print: what is wrong in one layer is wrong in a hundred
 
 # transformers marks what it has initialised with this attribute, on modules, parameters and buffers alike.
 _FLAG = "_is_hf_initialized"
@@ -44,19 +44,25 @@ def record_initialization(model: nn.Module, *, seed: int = 0) -> dict[str, InitR
     """
     records = _record(model, seed, computed=frozenset())
     computed = frozenset(
-        name for name, r in records.items() if r.refused and r.stand_in.numel() <= LARGEST_COMPUTED
+        name
+        for name, r in records.items()
+        if r.unsupported and r.placeholder.numel() <= MAX_COMPUTED_ELEMENTS
     )
     if computed:
         # If the second run fails, what the first could not record is the better explanation.
         with contextlib.suppress(ValueError):
             records |= {name: r for name, r in _record(model, seed, computed).items() if name in computed}
-    if troubles := [trouble for record in records.values() if (trouble := record.trouble())]:
+    if problems := [problem for record in records.values() if (problem := record.problem())]:
         raise ValueError(
             f"cannot record the initialisation of {type(model).__name__}; load a checkpoint instead:\n  "
-            + "\n  ".join(troubles[:MOST_TROUBLES])
-            + (f"\n  and {len(troubles) - MOST_TROUBLES} more" if len(troubles) > MOST_TROUBLES else "")
+            + "\n  ".join(problems[:MAX_PROBLEMS_SHOWN])
+            + (
+                f"\n  and {len(problems) - MAX_PROBLEMS_SHOWN} more"
+                if len(problems) > MAX_PROBLEMS_SHOWN
+                else ""
+            )
         )
-    return {name: InitReplay(tuple(r.stand_in.shape), tuple(r.steps)) for name, r in records.items()}
+    return {name: InitReplay(tuple(r.placeholder.shape), tuple(r.steps)) for name, r in records.items()}
 
 
 @torch.no_grad()
@@ -107,17 +113,14 @@ def restore_buffers(
         )
 
 
-# --- replaying ---
-
-
 # --- recording ---
 
 
 def _record(model: nn.Module, seed: int, computed: frozenset[str]) -> dict[str, _Record]:
     """One run of the initialisation, with real tensors for the parameters `computed` and none for the others."""
     with _left_as_found(model):
-        records = _put_stand_ins(model, computed)
-        by_id = {id(record.stand_in): record for record in records.values()}
+        records = _put_placeholders(model, computed)
+        by_id = {id(record.placeholder): record for record in records.values()}
 
         def on_write(owner: Tensor, op: str, target: Tensor, operands: tuple[Any, ...]) -> bool:
             record = by_id.get(id(owner))  # none for a tied place, or a buffer
@@ -137,11 +140,11 @@ def _record(model: nn.Module, seed: int, computed: frozenset[str]) -> dict[str, 
                 "load a checkpoint instead"
             ) from error
     for name in computed:
-        records[name].steps = [Step("copy", values=records[name].stand_in.detach().float())]
+        records[name].steps = [Step("copy", values=records[name].placeholder.detach().float())]
     return records
 
 
-def _put_stand_ins(model: nn.Module, computed: frozenset[str]) -> dict[str, _Record]:
+def _put_placeholders(model: nn.Module, computed: frozenset[str]) -> dict[str, _Record]:
     """Replace the parameters, and give each tied place one of its own that nobody looks at.
 
     Hugging Face initialises before it ties. On a model already tied, the head would overwrite the embedding, and with
@@ -159,10 +162,10 @@ def _put_stand_ins(model: nn.Module, computed: frozenset[str]) -> dict[str, _Rec
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             if empty.is_floating_point():
                 empty.fill_(math.nan)  # what stays so was never set
-            stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            placeholder = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             if f"{path}.{leaf}".lstrip(".") not in tied:
-                stand_in = records.setdefault(name, _Record(name, stand_in)).stand_in
-            module._parameters[leaf] = stand_in
+                placeholder = records.setdefault(name, _Record(name, placeholder)).placeholder
+            module._parameters[leaf] = placeholder
     assert records.keys() == set(names.values())
     return records
 
@@ -183,20 +186,22 @@ class _Record:
     """What has happened to one parameter so far."""
 
     name: str
-    stand_in: nn.Parameter
+    placeholder: nn.Parameter
     steps: list[Step] = field(default_factory=list)
-    refused: str | None = None
+    unsupported: str | None = None
 
     def add(self, op: str, target: Tensor, operands: tuple[Any, ...]) -> None:
         step = _step(op, operands)
         if isinstance(step, str):
-            self.refused = self.refused or step
+            self.unsupported = self.unsupported or step
             return
-        rows = _rows(target, self.stand_in)
+        rows = _rows(target, self.placeholder)
         if rows is None:
-            self.refused = self.refused or f"{op} writes a part of shape {list(target.shape)}, not whole rows"
+            self.unsupported = (
+                self.unsupported or f"{op} writes a part of shape {list(target.shape)}, not whole rows"
+            )
             return
-        shape = self.stand_in.shape
+        shape = self.placeholder.shape
         height = shape[0] if shape else 1
         if step.values is not None:
             rows_shape = (rows[1] - rows[0], *shape[1:]) if shape else ()
@@ -204,22 +209,22 @@ class _Record:
         if rows == (0, height):
             if step.kind in OVERWRITES:  # what came before no longer matters
                 self.steps.clear()
-                self.refused = None
+                self.unsupported = None
             self.steps.append(step)
         else:
             self.steps.append(replace(step, rows=rows))
 
-    def trouble(self) -> str | None:
-        shape = list(self.stand_in.shape)
-        if self.refused:
-            return f"{self.name} {shape}: {self.refused}"
+    def problem(self) -> str | None:
+        shape = list(self.placeholder.shape)
+        if self.unsupported:
+            return f"{self.name} {shape}: {self.unsupported}"
         if any(step.values is not None and step.values.isnan().any() for step in self.steps):
             return f"{self.name} {shape}: a part of it is not set, or set to NaN"
         covered, height = 0, (shape[0] if shape else 1)
         for start, stop in sorted(step.rows or (0, height) for step in self.steps if step.kind in OVERWRITES):
             if start <= covered:
                 covered = max(covered, stop)
-        if covered < height and self.stand_in.numel():
+        if covered < height and self.placeholder.numel():
             return (
                 f"{self.name} {shape}: no _init_weights or reset_parameters sets it (rows from {covered} on)"
             )

@@ -130,9 +130,9 @@ class _Assignment:
                 for name, module in self.anatomy.modules.items()
                 if module._parameters
             ]
-        if self.family.refused:
+        if self.family.unsupported:
             raise UnsupportedError(
-                f"{type(self.model).__name__}: {self.family.refused}; so not on y={self.grid.y}, x={self.grid.x}: use x=1 "
+                f"{type(self.model).__name__}: {self.family.unsupported}; so not on y={self.grid.y}, x={self.grid.x}: use x=1 "
                 "and y=1 (z and data alone need no roles)"
             )
         hidden = self.anatomy.hidden_size

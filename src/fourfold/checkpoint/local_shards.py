@@ -1,4 +1,4 @@
-"""A rank's piece of a tensor, in the form that the planners of `torch.distributed.checkpoint` take.
+"""A rank's shard of a tensor, in the form that the planners of `torch.distributed.checkpoint` take.
 
 Pieces are those of the Hugging Face tensors: which parameters a packed projection is cut into depends on the grid.
 The planners decide who writes what several ranks hold, and who reads what from where.
@@ -31,15 +31,15 @@ from fourfold.hf.parameter_layout import ParameterLayout
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """A rectangle of a tensor of shape ``whole``, from ``offset`` on; ``local`` is a plain tensor and may be empty."""
 
     local: Tensor
     offset: tuple[int, ...]
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
 
     @staticmethod
-    def of(tensor: Tensor, layout: ParameterLayout | None = None) -> Piece:
+    def of(tensor: Tensor, layout: ParameterLayout | None = None) -> LocalShard:
         """What this rank holds of a DTensor, of any other tensor all; ``layout``: which part of what tensor that is."""
         tensor = tensor.detach()
         local, offset = tensor, (0,) * tensor.ndim
@@ -50,78 +50,80 @@ class Piece:
             )
             assert tuple(shape) == tuple(local.shape)
         if layout is None:
-            return Piece(local, tuple(offset), tuple(tensor.shape))
+            return LocalShard(local, tuple(offset), tuple(tensor.shape))
         assert layout.shape == tuple(tensor.shape)
-        return Piece(local, tuple(s + o for s, o in zip(layout.start, offset, strict=True)), layout.hf_shape)
+        return LocalShard(
+            local, tuple(s + o for s, o in zip(layout.start, offset, strict=True)), layout.hf_shape
+        )
 
-    def with_local(self, local: Tensor) -> Piece:
+    def with_local(self, local: Tensor) -> LocalShard:
         """The same rectangle of another tensor of that shape."""
         assert local.shape == self.local.shape
-        return Piece(local.detach(), self.offset, self.whole)
+        return LocalShard(local.detach(), self.offset, self.global_shape)
 
 
-class Held:
-    """All that a rank holds of one tensor: of a packed projection that is a piece for each of its parts."""
+class LocalShards:
+    """All that a rank holds of one tensor: of a packed projection that is a shard for each of its parts."""
 
-    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
-        self.pieces: list[Piece] = []
-        self.whole: tuple[int, ...] = ()
-        for piece in pieces:
-            self.add(piece)
+    def __init__(self, shards: Iterable[LocalShard] = ()) -> None:
+        self.shards: list[LocalShard] = []
+        self.global_shape: tuple[int, ...] = ()
+        for shard in shards:
+            self.add(shard)
 
-    def add(self, piece: Piece) -> None:
-        assert not self.pieces or self.whole == piece.whole
-        self.whole = piece.whole
-        # An empty piece may begin where another rank's begins, and DCP knows pieces by where they begin.
-        if piece.local.numel():
-            self.pieces.append(piece)
+    def add(self, shard: LocalShard) -> None:
+        assert not self.shards or self.global_shape == shard.global_shape
+        self.global_shape = shard.global_shape
+        # An empty shard may begin where another rank's begins, and DCP knows shards by where they begin.
+        if shard.local.numel():
+            self.shards.append(shard)
 
-    def staged(self) -> Held:
+    def staged(self) -> LocalShards:
         """Copies in the memory of the host, which training does not change."""
-        held = Held(p.with_local(p.local.to("cpu", copy=True).contiguous()) for p in self.pieces)
-        held.whole = self.whole
+        held = LocalShards(p.with_local(p.local.to("cpu", copy=True).contiguous()) for p in self.shards)
+        held.global_shape = self.global_shape
         return held
 
     # -- what DCP's planners ask for ----------------------------------------------------------------------------------
 
     def size(self) -> torch.Size:
-        return torch.Size(self.whole)
+        return torch.Size(self.global_shape)
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         # The parts of a packed projection count their steps alike: one of the counts is enough.
-        first = {piece.offset: piece for piece in reversed(self.pieces)}
+        first = {shard.offset: shard for shard in reversed(self.shards)}
         return [
             WriteItem(
-                MetadataIndex(name, piece.offset),
+                MetadataIndex(name, shard.offset),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    _chunk(piece), TensorProperties(dtype=piece.local.dtype), self.size()
+                    _chunk(shard), TensorProperties(dtype=shard.local.dtype), self.size()
                 ),
             )
-            for piece in first.values()
+            for shard in first.values()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(piece) for piece in self.pieces]
+        return [_chunk(shard) for shard in self.shards]
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offset), piece.local.shape)
+def _chunk(shard: LocalShard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(shard.offset), shard.local.shape)
 
 
 class SavePlanner(DefaultSavePlanner):
-    """DCP's own, for pieces by name."""
+    """DCP's own, for shards by name."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        held = cast(Held, self.state_dict[index.fqn])
-        return next(piece.local for piece in held.pieces if piece.offset == index.offset)
+        held = cast(LocalShards, self.state_dict[index.fqn])
+        return next(shard.local for shard in held.shards if shard.offset == index.offset)
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own, for pieces by name; a number that no file has is an error, and so is another dtype."""
+    """DCP's own, for shards by name; a number that no file has is an error, and so is another dtype."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -140,13 +142,13 @@ class LoadPlanner(DefaultLoadPlanner):
             planned[item.dest_index.fqn] += math.prod(item.lengths)
         for name, held in self.state_dict.items():
             stored = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[name])
-            for piece in held.pieces:
-                if stored.properties.dtype != piece.local.dtype:
+            for shard in held.shards:
+                if stored.properties.dtype != shard.local.dtype:
                     raise ValueError(
-                        f"{name} is {stored.properties.dtype} in the checkpoint, but {piece.local.dtype} here; build it in "
+                        f"{name} is {stored.properties.dtype} in the checkpoint, but {shard.local.dtype} here; build it in "
                         "the dtype of the checkpoint"
                     )
-            needed = sum(piece.local.numel() for piece in held.pieces)
+            needed = sum(shard.local.numel() for shard in held.shards)
             if planned[name] != needed:
                 raise ValueError(
                     f"the checkpoint has {planned[name]} of the {needed} numbers that this rank needs of {name}"
@@ -155,4 +157,4 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         assert index.index is not None  # its place in the list of chunks
-        return cast(Held, self.state_dict[index.fqn]).pieces[index.index].local
+        return cast(LocalShards, self.state_dict[index.fqn]).shards[index.index].local
