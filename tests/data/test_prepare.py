@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from benchmarks.ranks import RankPool
+from fourfold import files
 from fourfold.cli.main import main
 from fourfold.data import prepare as preparing
 from fourfold.data import shards
@@ -219,7 +220,7 @@ def test_half_a_character_in_json_is_replaced(tmp_path: Path, small: Settings) -
 
 def killed_at(function: str, call: int, arguments: tuple[Any, ...]) -> None:
     """Prepare, and die at the n-th call of a function that writes."""
-    module = shards.ShardWriter if function == "add" else preparing if function == "write_whole" else shards
+    module = {"add": shards.ShardWriter, "write_atomically": preparing, "publish": files}[function]
     inner, calls = getattr(module, function), 0
 
     def counting(*args: Any) -> Any:
@@ -239,7 +240,7 @@ def killed_at(function: str, call: int, arguments: tuple[Any, ...]) -> None:
         # In the middle of a shard; between a shard and its ends; before the note of a part; before the manifest.
         [("add", 1), ("add", 20), ("add", 21)],
         [("publish", 2), ("publish", 7), ("publish", 8)],
-        [("write_whole", 1), ("write_whole", 2), ("add", 3)],
+        [("write_atomically", 1), ("write_atomically", 2), ("add", 3)],
     ],
 )
 def test_killed_again_and_again_it_ends_with_the_same_bytes(
@@ -263,7 +264,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(
 
 def test_finished_parts_are_kept(tmp_path: Path, jsonl: str, small: Settings) -> None:
     process = multiprocessing.get_context("fork").Process(
-        target=killed_at, args=("write_whole", 3, (tmp_path / "out", [jsonl], small))
+        target=killed_at, args=("write_atomically", 3, (tmp_path / "out", [jsonl], small))
     )
     process.start()
     process.join(60)

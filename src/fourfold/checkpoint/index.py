@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fourfold.checkpoint.folder import Folder
-from fourfold.checkpoint.manifest import CorruptCheckpointError, dump_json, plain_name, read_json
+from fourfold.checkpoint.manifest import CorruptCheckpointError, dump_json, read_json
 from fourfold.hf.safetensors_reader import DTYPES as NUMBERS
 from fourfold.hf.safetensors_reader import MAX_DIMS
-from fourfold.untrusted_input import natural
+from fourfold.untrusted_input import natural, plain_name
 
 INDEX = "index.json"
 DTYPES = NUMBERS | {"BOOL": torch.bool}

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from fourfold.checkpoint.folder import FileRecord, Folder
-from fourfold.untrusted_input import natural, word
+from fourfold.untrusted_input import natural, parse_json, plain_name, word
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -100,13 +100,6 @@ def hash_file(folder: Folder, name: str, size: int) -> str:
     return digest.hexdigest()
 
 
-def plain_name(name: Any) -> str:
-    """A file's name that leads to no other folder."""
-    if not isinstance(name, str) or not name or name.startswith(".") or set(name) & set("/\\:\0"):
-        raise ValueError(f"{name!r:.80} is not the plain name of a file")
-    return name
-
-
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
@@ -123,11 +116,6 @@ def read_json(folder: Folder, name: str) -> dict[str, Any]:
             f"{folder}/{name}: has {size} bytes, more than the limit of {MAX_JSON_BYTES}"
         )
     try:
-        value = json.loads(folder.read(name))
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{folder}/{name}: has no sound JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CorruptCheckpointError(
-            f"{folder}/{name}: has JSON of type {type(value).__name__} instead of an object"
-        )
-    return value
+        return parse_json(folder.read(name), f"{folder}/{name}:")
+    except ValueError as error:
+        raise CorruptCheckpointError(str(error)) from error

@@ -114,7 +114,7 @@ def info(options: argparse.Namespace) -> int:
 
     manifest = DatasetManifest.load(options.folder)
     print(_described(options.folder, manifest))
-    wrong = manifest.wrong_with(options.folder, contents=options.verify)
+    wrong = manifest.find_damage(options.folder, contents=options.verify)
     for line in wrong:
         print(f"DAMAGED: {line}")
     if wrong:

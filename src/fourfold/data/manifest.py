@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import xxhash
 
-from fourfold.data.shards import Shard, token_dtype, write_whole, wrong_with
+from fourfold.data.shards import Shard, find_damage, token_dtype
 from fourfold.data.tokenizer import TokenizerInfo
+from fourfold.files import write_atomically
 from fourfold.untrusted_input import natural, read_json, word
 
 FORMAT = 1
@@ -62,7 +63,7 @@ class DatasetManifest:
         }
 
     def save(self, folder: Path) -> None:
-        write_whole(folder / NAME, json.dumps(self.to_json(), indent=1) + "\n")
+        write_atomically(folder / NAME, json.dumps(self.to_json(), indent=1).encode() + b"\n")
 
     @staticmethod
     def load(folder: Path) -> DatasetManifest:
@@ -88,7 +89,7 @@ class DatasetManifest:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not sound ({error!r:.200}); copy the folder again") from error
 
-    def wrong_with(self, folder: Path, *, contents: bool) -> list[str]:
+    def find_damage(self, folder: Path, *, contents: bool) -> list[str]:
         """What is wrong with the files; with ``contents`` every byte is read."""
         shards = [shard for split in SPLITS for shard in self.shards[split]]
-        return list(wrong_with(folder, shards, self.dtype, contents=contents))
+        return list(find_damage(folder, shards, self.dtype, contents=contents))

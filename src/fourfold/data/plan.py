@@ -10,7 +10,7 @@ from typing import Any
 
 from fourfold.data.documents import FileChunk, Reading, texts_of
 from fourfold.data.inputs import Input
-from fourfold.data.shards import SHARD_TOKENS, write_whole
+from fourfold.data.shards import SHARD_TOKENS
 from fourfold.data.tokenizer import (
     TokenizerInfo,
     load_tokenizer,
@@ -18,6 +18,8 @@ from fourfold.data.tokenizer import (
     tokenizer_info,
     train_tokenizer,
 )
+from fourfold.files import write_atomically
+from fourfold.untrusted_input import read_json
 
 NAME = "plan.json"
 TRAINING_CHARACTERS = 1 << 26  # of documents that a tokenizer is trained on
@@ -60,7 +62,7 @@ def settle_plan(
 ) -> TokenizerInfo:
     """Write down what is prepared here, or see that it is the same as before."""
     path = folder / NAME
-    before = json.loads(path.read_text()) if path.exists() else None
+    before = read_json(path) if path.exists() else None
     if before is None and any(folder.iterdir()):
         _refuse_foreign(folder)
     trained = (
@@ -82,7 +84,7 @@ def settle_plan(
     plan = json.loads(json.dumps(plan))  # tuples become lists, as they come back
     if before is None:
         save_tokenizer(tokenizer, folder / "tokenizer")
-        write_whole(path, json.dumps(plan, indent=1) + "\n")
+        write_atomically(path, json.dumps(plan, indent=1).encode() + b"\n")
     elif before != plan:
         raise ValueError(
             f"{folder} holds another preparation: {_difference(before, plan)}; "

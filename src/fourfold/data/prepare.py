@@ -26,8 +26,10 @@ from fourfold.data.documents import FileChunk, texts_of
 from fourfold.data.inputs import find_inputs, parts
 from fourfold.data.manifest import SPLITS, DatasetManifest, Split, split_of
 from fourfold.data.plan import Settings, settle_plan
-from fourfold.data.shards import Shard, ShardWriter, locked, token_dtype, write_whole, wrong_with
+from fourfold.data.shards import Shard, ShardWriter, find_damage, locked, token_dtype
 from fourfold.data.tokenizer import FILE, TokenizerInfo, plain_backend
+from fourfold.files import write_atomically
+from fourfold.untrusted_input import read_json
 
 BATCH_CHARACTERS = 1 << 20  # of documents that are tokenised together
 
@@ -144,7 +146,7 @@ def _do(task: _Task, number: int, part: Sequence[FileChunk]) -> int:
         "source": source.hexdigest(),
         "shards": {split: [shard.to_json() for shard in writers[split].shards] for split in SPLITS},
     }
-    write_whole(_note(folder, number), json.dumps(note))
+    write_atomically(_note(folder, number), json.dumps(note).encode())
     return number
 
 
@@ -189,13 +191,13 @@ def _is_done(folder: Path, number: int, tokenizer: TokenizerInfo) -> bool:
     path = _note(folder, number)
     if not path.exists():
         return False
-    note = json.loads(path.read_text())
+    note = read_json(path)
     shards = [shard for split in SPLITS for shard in _shards(note, split)]
-    return not any(wrong_with(folder, shards, token_dtype(tokenizer.vocab_size), contents=False))
+    return not any(find_damage(folder, shards, token_dtype(tokenizer.vocab_size), contents=False))
 
 
 def _put_together(folder: Path, count: int, tokenizer: TokenizerInfo, source_bytes: int) -> DatasetManifest:
-    notes = [json.loads(_note(folder, number).read_text()) for number in range(count)]
+    notes = [read_json(_note(folder, number)) for number in range(count)]
     source = xxhash.xxh3_128_hexdigest("".join(note["source"] for note in notes).encode())
     shards = {split: [shard for note in notes for shard in _shards(note, split)] for split in SPLITS}
     return DatasetManifest(tokenizer, source, source_bytes, shards)

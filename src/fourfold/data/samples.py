@@ -50,7 +50,7 @@ class Samples:
             raise ValueError(f"a sample of {length} token has nothing to predict; use a length of at least 2")
         self.folder, self.length = Path(folder), length
         self.manifest = DatasetManifest.load(self.folder)
-        if wrong := self.manifest.wrong_with(self.folder, contents=False):
+        if wrong := self.manifest.find_damage(self.folder, contents=False):
             raise ValueError(f"{wrong[0]}; copy the folder again, or prepare it with --overwrite")
         self._shards = self.manifest.shards[split]
         self._stops = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from fourfold import files
 from fourfold.untrusted_input import natural, relative_name, word
 
 ENDS_DTYPE = np.dtype("<u4")  # positions in one shard
@@ -100,7 +101,7 @@ class _Hashed:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = unfinished(path).open("wb")
+        self._file = files.unfinished(path).open("wb")
         self._hash = xxhash.xxh3_128()
 
     def write(self, data: bytes) -> None:
@@ -108,43 +109,14 @@ class _Hashed:
         self._hash.update(data)
 
     def close(self) -> str:
-        publish(self._file, self._path)
+        files.publish(self._file, self._path)
         return self._hash.hexdigest()
 
 
-def unfinished(path: Path) -> Path:
-    # By process: one that outlives a killed parent for a moment must not write into the file of the next.
-    return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+# -- verification --------------------------------------------------------------------------------
 
 
-def publish(file: BinaryIO, path: Path) -> None:
-    """Close the unfinished file of this path; it has its name only when all of it is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-    os.replace(unfinished(path), path)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All of the file or nothing, also if the machine stops."""
-    file = unfinished(path).open("wb")
-    file.write(text.encode())
-    publish(file, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# -- are the files what they were? --------------------------------------------------------------------------------
-
-
-def wrong_with(folder: Path, shards: list[Shard], dtype: np.dtype[Any], *, contents: bool) -> Iterator[str]:
+def find_damage(folder: Path, shards: list[Shard], dtype: np.dtype[Any], *, contents: bool) -> Iterator[str]:
     """What is wrong with the files of these shards: presence and size, and with ``contents`` every byte."""
     for shard in shards:
         for suffix, size_bytes, digest in (

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fourfold.untrusted_input import open_file, read_json
+from fourfold.untrusted_input import open_file, plain_name, read_json
 
 MAX_DIMS = 64  # the limit of PyTorch
 
@@ -159,8 +159,11 @@ def _read_weight_map(path: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path}: has no weight_map")
     for name, file in weight_map.items():
-        plain = isinstance(file, str) and file.endswith(".safetensors") and not set(file) & set("/\\:\0")
-        if not plain:
+        try:
+            is_safetensors = plain_name(file).endswith(".safetensors")
+        except ValueError as error:
+            raise ValueError(f"{path}: {name} is in a file that cannot be read: {error}") from error
+        if not is_safetensors:
             raise ValueError(
                 f"{path}: {name} is in {file!r}, which is not the plain name of a .safetensors file"
             )
