@@ -130,7 +130,7 @@ def test_nothing_is_overwritten_and_nothing_left_half(
 
 @pytest.mark.parametrize("where", ["", ".", "..", "/", "memory://"])
 def test_a_name_that_is_none_is_refused(run: Path, where: str) -> None:
-    with pytest.raises(ValueError, match="names no folder"):
+    with pytest.raises(ValueError, match="does not name a folder"):
         export(run, where)
 
 
@@ -224,7 +224,7 @@ def test_a_run_leaves_its_tokenizer_and_its_facts(pool: RankPool, tmp_path: Path
         "data=1, z=1, y=1, x=1",
         "name adamw, lr 0.0003",
         "kind cosine, warmup steps 1",
-        "| precision | fp32, fp32 masters |",
+        "| precision | fp32, fp32 master weights |",
         f"{logged[-1]['loss']:.4f} at step 3",
         f"{logged[-1]['validation_loss']:.4f} at step 3",
         rf"data\|set | 1.0 | {fingerprint} |",
@@ -252,7 +252,7 @@ def test_a_tokenizer_that_is_not_there_or_does_not_fit_is_told(run: Path, tmp_pa
     from fourfold.data.tokenizer import train_tokenizer
 
     train_tokenizer(["to be or not to be"], 260).save_pretrained(tmp_path / "words")
-    with pytest.raises(ValueError, match="has 260 tokens, the model has rows for 131"):
+    with pytest.raises(ValueError, match="has 260 tokens, the model's vocabulary has 131"):
         export(run, tmp_path / "out", tokenizer=tmp_path / "words")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):

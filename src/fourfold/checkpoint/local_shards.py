@@ -1,7 +1,7 @@
-"""A rank's shard of a tensor, in the form that the planners of `torch.distributed.checkpoint` take.
+"""A rank's shards of Hugging Face tensors, in the form that the planners of `torch.distributed.checkpoint` take.
 
-Pieces are those of the Hugging Face tensors: which parameters a packed projection is cut into depends on the grid.
-The planners decide who writes what several ranks hold, and who reads what from where.
+Shards are those of Hugging Face tensors, because the parameters that a packed projection is split into depend on the grid.
+The planners decide which rank writes a replicated shard, and which ranges each rank reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-# There is no public name for where a shard lies in its tensor (torch 2.13.0).
+# There is no public name for the offset of a shard in its tensor (torch 2.13.0).
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fourfold.hf.parameter_layout import ParameterLayout
@@ -32,7 +32,7 @@ from fourfold.hf.parameter_layout import ParameterLayout
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A rectangle of a tensor of shape ``whole``, from ``offset`` on; ``local`` is a plain tensor and may be empty."""
+    """A rectangle of a tensor of shape ``global_shape`` at ``offset``; ``local`` is a plain tensor and may be empty."""
 
     local: Tensor
     offset: tuple[int, ...]
@@ -40,7 +40,7 @@ class LocalShard:
 
     @staticmethod
     def of(tensor: Tensor, layout: ParameterLayout | None = None) -> LocalShard:
-        """What this rank holds of a DTensor, of any other tensor all; ``layout``: which part of what tensor that is."""
+        """This rank's shard of a DTensor, or all of any other tensor; ``layout`` says which part of which tensor it is."""
         tensor = tensor.detach()
         local, offset = tensor, (0,) * tensor.ndim
         if isinstance(tensor, DTensor):
@@ -57,13 +57,13 @@ class LocalShard:
         )
 
     def with_local(self, local: Tensor) -> LocalShard:
-        """The same rectangle of another tensor of that shape."""
+        """The same rectangle, with the values of another tensor."""
         assert local.shape == self.local.shape
         return LocalShard(local.detach(), self.offset, self.global_shape)
 
 
 class LocalShards:
-    """All that a rank holds of one tensor: of a packed projection that is a shard for each of its parts."""
+    """A rank's shards of one tensor: several for a packed projection, one for each of its parts."""
 
     def __init__(self, shards: Iterable[LocalShard] = ()) -> None:
         self.shards: list[LocalShard] = []
@@ -74,23 +74,23 @@ class LocalShards:
     def add(self, shard: LocalShard) -> None:
         assert not self.shards or self.global_shape == shard.global_shape
         self.global_shape = shard.global_shape
-        # An empty shard may begin where another rank's begins, and DCP knows shards by where they begin.
+        # DCP identifies shards by their offset, and an empty shard may have the offset of another rank's shard.
         if shard.local.numel():
             self.shards.append(shard)
 
     def staged(self) -> LocalShards:
-        """Copies in the memory of the host, which training does not change."""
+        """Copies in host memory, which training does not change."""
         held = LocalShards(p.with_local(p.local.to("cpu", copy=True).contiguous()) for p in self.shards)
         held.global_shape = self.global_shape
         return held
 
-    # -- what DCP's planners ask for ----------------------------------------------------------------------------------
+    # -- the protocol of DCP's planners ----------------------------------------------------------------------------------
 
     def size(self) -> torch.Size:
         return torch.Size(self.global_shape)
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        # The parts of a packed projection count their steps alike: one of the counts is enough.
+        # The parts of a packed projection have the same step count: one of them is enough.
         first = {shard.offset: shard for shard in reversed(self.shards)}
         return [
             WriteItem(
@@ -112,7 +112,7 @@ def _chunk(shard: LocalShard) -> ChunkStorageMetadata:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """DCP's own, for shards by name."""
+    """DCP's default planner, for `LocalShards` by name."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -123,7 +123,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own, for shards by name; a number that no file has is an error, and so is another dtype."""
+    """DCP's default planner, for `LocalShards` by name; a missing element or another dtype is an error."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -145,16 +145,16 @@ class LoadPlanner(DefaultLoadPlanner):
             for shard in held.shards:
                 if stored.properties.dtype != shard.local.dtype:
                     raise ValueError(
-                        f"{name} is {stored.properties.dtype} in the checkpoint, but {shard.local.dtype} here; build it in "
+                        f"{name} is {stored.properties.dtype} in the checkpoint, but {shard.local.dtype} here; build the model in "
                         "the dtype of the checkpoint"
                     )
             needed = sum(shard.local.numel() for shard in held.shards)
             if planned[name] != needed:
                 raise ValueError(
-                    f"the checkpoint has {planned[name]} of the {needed} numbers that this rank needs of {name}"
+                    f"the checkpoint has {planned[name]} of the {needed} elements that this rank needs of {name}"
                 )
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        assert index.index is not None  # its place in the list of chunks
+        assert index.index is not None  # its position in the list of chunks
         return cast(LocalShards, self.state_dict[index.fqn]).shards[index.index].local

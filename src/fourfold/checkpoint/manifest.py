@@ -1,6 +1,6 @@
 """The manifest: every file of a checkpoint with its size and hash, written last.
 
-A checkpoint without it is none. What it does not name is never read.
+A folder without a manifest is not a checkpoint. Files that the manifest does not list are never read.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from fourfold.untrusted_input import natural, parse_json, plain_name, word
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-MAX_JSON_BYTES = 2**30  # so that a damaged or planted file does not fill the memory
-BLOCK_BYTES = 16 * 2**20  # of a file at a time, when it is hashed
+MAX_JSON_BYTES = 2**30  # so that a corrupt or hostile file does not fill the memory
+BLOCK_BYTES = 16 * 2**20  # hashed at a time
 
 
 class CorruptCheckpointError(ValueError):
-    """A checkpoint that is not what was written; the message names the file."""
+    """A checkpoint differs from what was written; the message names the file."""
 
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a checkpoint consists of."""
+    """The files of a checkpoint."""
 
     step: int
     files: Mapping[str, FileRecord]
 
     def to_bytes(self) -> bytes:
-        """With a hash of itself: it is the one file that no manifest names."""
+        """As JSON with a hash of itself, because no manifest lists the manifest."""
         body = {
             "format": FORMAT,
             "step": self.step,
@@ -43,7 +43,7 @@ class CheckpointManifest:
 
 
 def read_manifest(folder: Folder, step: int) -> CheckpointManifest:
-    """The manifest of the checkpoint in ``folder``; `CorruptCheckpointError` if there is no sound one of ``step``."""
+    """The manifest of the checkpoint in ``folder``; `CorruptCheckpointError` if there is no valid one of ``step``."""
     body = read_json(folder, MANIFEST)
     said = body.pop("xxh3_128", None)
     found = xxhash.xxh3_128_hexdigest(dump_json(body))
@@ -56,7 +56,7 @@ def read_manifest(folder: Folder, step: int) -> CheckpointManifest:
         )
     if body.get("step") != step:
         raise CorruptCheckpointError(
-            f"{folder}/{MANIFEST}: is of step {body.get('step')!r:.80}, but lies in that of {step}"
+            f"{folder}/{MANIFEST}: is of step {body.get('step')!r:.80}, but is in the folder of step {step}"
         )
     try:
         files = {
@@ -64,14 +64,14 @@ def read_manifest(folder: Folder, step: int) -> CheckpointManifest:
             for name, record in body["files"].items()
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CorruptCheckpointError(f"{folder}/{MANIFEST}: has no sound list of files ({error})") from error
+        raise CorruptCheckpointError(f"{folder}/{MANIFEST}: has no valid list of files ({error})") from error
     return CheckpointManifest(step, files)
 
 
 def find_damage(
     folder: Folder, step: int, *, part: int = 0, parts: int = 1, hashes: bool = True
 ) -> list[str]:
-    """What is wrong with a checkpoint, file by file; empty if nothing.
+    """The problems of a checkpoint's files; empty if there are none.
 
     ``parts`` ranks share the files; without ``hashes`` only sizes are compared.
     """
