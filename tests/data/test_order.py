@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fourfold import Grid, factorisations
 from fourfold.data.loader import Loader
 from fourfold.data.mixture import Mixture, check_identity
-from fourfold.data.order import MAX_PERIOD, Order, permuted, shares, take_turns
+from fourfold.data.order import MAX_PERIOD, Order, interleave, permuted, shares
 from fourfold.data.samples import Sample
 
 Shape = tuple[int, int, int, int]
@@ -53,7 +53,7 @@ def test_every_order_of_four_comes_equally_often() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=7))
 def test_every_prefix_has_its_share_of_each_source_within_one(counts: list[int]) -> None:
-    turns = take_turns(counts)
+    turns = interleave(counts)
     period, k = len(turns.source), len(counts)
     had = np.cumsum(turns.source[:, None] == np.arange(k), axis=0)
     wanted = np.arange(1, period + 1)[:, None] * (np.array(counts) / sum(counts))

@@ -174,11 +174,11 @@ def test_cutting_a_text_file_loses_and_doubles_nothing(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl has a line at byte 14 that is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl has a line at byte 14 that is not JSON"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', r"no field 'text'; name one with --column, it has body, id"),
         ("a.jsonl", b'{"text": 3}\n', r"field 'text' holds int, not text"),
         ("a.jsonl", b"[1]\n", r"has list at byte 0, not an object"),
-        ("a.txt", b"abc\xff", r"a.txt is no UTF-8 text at byte 3"),
+        ("a.txt", b"abc\xff", r"a.txt is not UTF-8 text at byte 3"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -318,7 +318,7 @@ def test_another_tokenizer_or_source_is_refused(
     before = prepare(out, [jsonl], small)
     assert prepare(out, [jsonl], small) == before
     with pytest.raises(
-        ValueError, match=r"its tokenizer fingerprint is \w+, this run has \w+; take another folder"
+        ValueError, match=r"its tokenizer fingerprint is \w+, this run has \w+; use another folder"
     ):
         prepare(out, [jsonl], Settings(**vars(small) | {"tokenizer": str(other)}))
     with pytest.raises(ValueError, match=r"validation is 0\.2, this run has 0\.3"):

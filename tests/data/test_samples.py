@@ -82,7 +82,7 @@ def test_sources_of_two_tokenizers_do_not_mix(tmp_path: Path) -> None:
 
 def test_too_little_text_is_said_in_numbers(tmp_path: Path) -> None:
     folder = prepared.write(tmp_path, [[1] * 9])
-    with pytest.raises(ValueError, match=r"has 9 tokens, not one sample of 10"):
+    with pytest.raises(ValueError, match=r"has 9 tokens, less than one sample of 10"):
         open_mixture([(folder, 1.0)], length=10, seed=0)
     with pytest.raises(ValueError, match="validation"):
         open_mixture([(folder, 1.0)], length=4, seed=0, split="validation")

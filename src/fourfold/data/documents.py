@@ -1,4 +1,4 @@
-"""Documents of files: text, JSON lines, Parquet and Arrow, each in chunks that can be read on their own."""
+"""Reads documents from text, JSON lines, Parquet and Arrow files, in chunks that can be read independently."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class FileChunk:
-    """The documents that begin in [first, stop): bytes of text and JSON, row groups of Parquet, batches of Arrow."""
+    """The documents that start in [first, stop): bytes of text and JSON, row groups of Parquet, batches of Arrow."""
 
     path: str
     kind: Kind
@@ -43,7 +43,7 @@ class FileChunk:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """By the name of a file, also of one that gzip packed; None for a name that says nothing."""
+    """The kind of a file by its suffix, also of a gzip file; None for an unknown suffix."""
     suffixes = [s.lower() for s in path.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
@@ -51,7 +51,7 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def split_file(path: Path, kind: Kind, reading: Reading, bytes_each: int) -> list[FileChunk]:
-    """The file in chunks of about so many bytes, whichever process asks."""
+    """Split a file into chunks of about ``bytes_each`` bytes, the same in every process."""
     size = path.stat().st_size
     if kind in ("parquet", "arrow"):
         sizes = _table_sizes(path, kind)
@@ -72,7 +72,7 @@ def split_file(path: Path, kind: Kind, reading: Reading, bytes_each: int) -> lis
 
 
 def documents(chunk: FileChunk, reading: Reading) -> Iterator[str]:
-    """The texts of a chunk, without those that are empty."""
+    """The non-empty texts of a chunk."""
     if chunk.kind in ("parquet", "arrow"):
         texts = _table_texts(chunk, reading.column)
     elif chunk.kind == "json":
@@ -92,18 +92,18 @@ def texts_of(part: Iterable[FileChunk], reading: Reading) -> Iterator[str]:
 
 
 def _cannot_be_split(path: Path, kind: Kind, reading: Reading) -> bool:
-    """Is where documents begin only known after reading the file from its start?"""
+    """Can the starts of documents only be found by reading the file from its beginning?"""
     if path.suffix.lower() == ".gz":
         return True
     if kind == "json":
         return False
     separator = reading.separator
-    # A separator that overlaps itself, like two line ends, is found elsewhere when the search begins elsewhere.
+    # A separator that overlaps itself, like two newlines, is found elsewhere if the search starts elsewhere.
     return separator is None or any(separator.endswith(separator[:n]) for n in range(1, len(separator)))
 
 
 def _records(chunk: FileChunk, separator: bytes | None) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, the bytes up to the next separator) of each record that begins in the chunk."""
+    """(start, bytes up to the next separator) of each record that starts in the chunk."""
     if chunk.stop == 0:
         return
     if chunk.path.lower().endswith(".gz"):
@@ -136,7 +136,7 @@ def _decoded(record: bytes, path: str, at: int) -> str:
         return record.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is no UTF-8 text at byte {at + error.start} ({error.reason}); convert it, or leave it away"
+            f"{path} is not UTF-8 text at byte {at + error.start} ({error.reason}); convert it, or leave it out"
         ) from None
 
 
@@ -147,7 +147,7 @@ def _field(record: bytes, path: str, at: int, column: str) -> str:
         value = json.loads(record)
     except ValueError as error:
         raise ValueError(
-            f"{path} has a line at byte {at} that is no JSON ({error}); it needs one JSON object a line"
+            f"{path} has a line at byte {at} that is not JSON ({error}); it needs one JSON object per line"
         ) from None
     if not isinstance(value, dict):
         raise ValueError(
@@ -158,7 +158,7 @@ def _field(record: bytes, path: str, at: int, column: str) -> str:
     text = _as_text(value[column], path, column)
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON can name half of a surrogate pair, which is no character
+    except UnicodeEncodeError:  # JSON can contain half of a surrogate pair, which is not a character
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
@@ -190,7 +190,7 @@ def _table_texts(chunk: FileChunk, column: str) -> Iterator[str]:
 
 
 def _arrow_batches(path: str) -> Iterator[Any]:
-    """The record batches of the stream format that Hugging Face data sets are kept in; mapped, so skipping is free."""
+    """The record batches of an Arrow stream, the format of Hugging Face datasets; mapped, so skipping is free."""
     pyarrow = _pyarrow("pyarrow")
     with pyarrow.memory_map(path) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
         yield from stream

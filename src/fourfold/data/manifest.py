@@ -1,4 +1,4 @@
-"""What a prepared data set is: `manifest.json`, written last, so that a folder that has one is whole."""
+"""`manifest.json` of a prepared dataset, written last: a folder with a manifest is complete."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from fourfold.untrusted_input import natural, read_json, word
 
 FORMAT = 1
 NAME = "manifest.json"
-SPLIT_SALT = 0x5EED  # the hash that splits is not the one that names a document
+SPLIT_SALT = 0x5EED  # so that the split does not depend on the hash of a document's text used elsewhere
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 def split_of(text: str, validation: float) -> Split:
-    """By the text alone: neither order nor neighbours matter, and two copies never part."""
+    """The split of a document, by its text alone: two copies are always in the same split."""
     drawn = xxhash.xxh3_64_intdigest(text.encode(), SPLIT_SALT) / 2.0**64
     return "validation" if drawn < validation else "train"
 
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """A prepared data set."""
+    """A prepared dataset."""
 
     tokenizer: TokenizerInfo
-    source: str  # fingerprint: of every document's text, in order
+    source: str  # fingerprint of every document's text, in order
     source_bytes: int
     shards: dict[Split, list[Shard]]
 
@@ -50,7 +50,7 @@ class DatasetManifest:
 
     @property
     def fingerprint(self) -> str:
-        """Of every token and every boundary, through the hashes of the shards."""
+        """A hash of every token and document boundary, through the hashes of the shards."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.to_json(), sort_keys=True).encode())
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class DatasetManifest:
     def load(folder: Path) -> DatasetManifest:
         path = folder / NAME
         if not path.exists():
-            begun = "was begun but not finished: run the same `fourfold data prepare` again to go on"
+            begun = "was begun but not finished: run the same `fourfold data prepare` again to continue"
             none = f"was not prepared; `fourfold data prepare {folder} TEXT...` does it"
             raise ValueError(
                 f"{folder} has no {NAME}: it {begun if (folder / 'plan.json').exists() else none}"
@@ -87,9 +87,9 @@ class DatasetManifest:
                 {split: [Shard.from_json(shard) for shard in values["shards"][split]] for split in SPLITS},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} is not sound ({error!r:.200}); copy the folder again") from error
+            raise ValueError(f"{path} is not valid ({error!r:.200}); copy the folder again") from error
 
     def find_damage(self, folder: Path, *, contents: bool) -> list[str]:
-        """What is wrong with the files; with ``contents`` every byte is read."""
+        """Problems of the files; with ``contents`` every byte is read."""
         shards = [shard for split in SPLITS for shard in self.shards[split]]
         return list(find_damage(folder, shards, self.dtype, contents=contents))
