@@ -158,7 +158,7 @@ WRONG: dict[str, Wrong] = {
         partial(llama, hidden_size=96, num_attention_heads=24, num_key_value_heads=12),
         (1, 1, 1, 8),
         rf"^x=8 does not divide num_key_value_heads=12 of {ATTENTION}",
-        r"cannot be replicated \(x is no multiple of 12",
+        r"cannot be replicated \(x is not a multiple of 12",
         "use an x that divides 12, such as x=4 with y=2$",
     ),
     "x and fused key/value heads": cut(
@@ -275,7 +275,7 @@ WRONG: dict[str, Wrong] = {
     "a role without effect: a container": asked(
         llama,
         {"model.layers.*.mlp": "colwise"},
-        r"'model\.layers\.\*\.mlp', but model\.layers\.0\.mlp takes none",
+        r"'model\.layers\.\*\.mlp', but model\.layers\.0\.mlp cannot have one",
         r"did you mean 'model\.layers\.0\.mlp\.\w+_proj'",
         instead={"model.layers.*.mlp.up_proj": "colwise"},
     ),

@@ -396,5 +396,5 @@ def test_buffers_that_nothing_sets_are_named_unless_a_checkpoint_holds_them() ->
 def test_a_tensor_left_on_meta_outside_the_buffers_is_named() -> None:
     model = nn.Linear(2, 2, device="meta")
     model.scale = torch.ones(2, device="meta")
-    with pytest.raises(ValueError, match=r"cannot restore scale \(a tensor, but no buffer\)"):
+    with pytest.raises(ValueError, match=r"cannot restore scale \(a tensor, but not a buffer\)"):
         restore_buffers(model.to_empty(device="cpu"), "cpu")

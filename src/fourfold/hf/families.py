@@ -1,7 +1,7 @@
-"""What is known of model families beyond their own tensor-parallel plan.
+"""What model families need beyond their own tensor-parallel plan.
 
-Patterns are module names relative to the model, `*` stands for one part of a name; the words are those of Hugging
-Face's plans and the few more that `roles.py` explains. Families with a complete plan of their own need no entry.
+Patterns are module names relative to the model; `*` stands for one part of a name. The roles are those of Hugging Face's
+plans and a few more, explained in `roles.py`. Families with a complete plan of their own need no entry.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Family:
-    """What one `model_type` needs told."""
+    """What one `model_type` needs besides its plan."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
     # Fused projections: module pattern -> segments, in words that `roles.py` turns into widths.
@@ -21,11 +21,11 @@ class Family:
     inner_attributes: tuple[str, ...] = ()
     # Attention reads head counts from its config instead of its own attributes.
     heads_from_config: bool = False
-    # Modules whose output is whole on each rank where the next one reads hidden features: cut over y behind them.
+    # Modules whose output is unsharded, but whose consumer reads hidden features sharded over y: shard it after them.
     cut_outputs: tuple[str, ...] = ()
     # Arguments of attention that carry one slice for each head: name -> the dim, "heads", "batch*heads" or "batch,heads".
     head_arguments: Mapping[str, str] = field(default_factory=dict)
-    # Why the family's code cannot be cut exactly, if it cannot.
+    # Why the family cannot be sharded exactly, if it cannot.
     unsupported: str | None = None
 
 
@@ -151,13 +151,13 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "diffllama": Family(
-        unsupported="its attention takes the difference of head i and head i + heads/2, which a cut over x parts"
+        unsupported="its attention takes the difference of head i and head i + heads/2, which sharding over x separates"
     ),
     "codegen": Family(
         unsupported="its fused projection is ordered for four model-parallel ranks (mp_num = 4 in CodeGenAttention.forward)"
     ),
     "ctrl": Family(
-        unsupported="it adds a table of positions for all features in CTRLModel.forward, where no module can be cut"
+        unsupported="it adds a table of positions for all features in CTRLModel.forward, where there is no module to shard"
     ),
     "gpt_neox_japanese": Family(
         _under(
@@ -177,10 +177,10 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "doge": Family(
-        unsupported="its attention's dt_proj mixes all key/value heads into one number for each: from x to x, and not a role"
+        unsupported="its attention's dt_proj mixes all key/value heads into one value for each: a linear from x to x, for which there is no role"
     ),
     "muse_glimmer_assistant": Family(
-        unsupported="its encoder.fc, in the plan as rowwise_split_input, reads features that no layer before it has cut"
+        unsupported="its encoder.fc, in the plan as rowwise_split_input, reads features that no earlier layer has sharded"
     ),
     "hrm_text": Family({"model.z_L_init": "features"}),
     "esmc": Family(
@@ -225,7 +225,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# Words of latent attention (DeepSeek and those who follow it), by the last part of a module's name.
+# Roles of latent attention (DeepSeek and models like it), by the last part of a module's name.
 LATENT_ATTENTION = {
     "q_a_proj": "latent",
     "q_b_proj": "colwise_from_latent",
