@@ -29,118 +29,91 @@ class Family:
     unsupported: str | None = None
 
 
-_LLAMA_LIKE = {
-    "*.layers.*.self_attn.q_proj": "colwise",
-    "*.layers.*.self_attn.k_proj": "colwise",
-    "*.layers.*.self_attn.v_proj": "colwise",
-    "*.layers.*.self_attn.o_proj": "rowwise",
-    "*.layers.*.mlp.gate_proj": "colwise",
-    "*.layers.*.mlp.up_proj": "colwise",
-    "*.layers.*.mlp.down_proj": "rowwise",
-}
-_FAIRSEQ_LIKE = {
-    "self_attn.q_proj": "colwise",
-    "self_attn.k_proj": "colwise",
-    "self_attn.v_proj": "colwise",
-    "self_attn.out_proj": "rowwise",
-    "fc1": "colwise",
-    "fc2": "rowwise",
-}
+def _roles(prefix: str, *, colwise: str, rowwise: str, **others: str) -> dict[str, str]:
+    """Module names, separated by spaces, under ``prefix`` -> their roles."""
+    named = {"colwise": colwise, "rowwise": rowwise, **others}
+    return {f"{prefix}.{name}": role for role, names in named.items() for name in names.split()}
 
 
-def _under(prefix: str, roles: Mapping[str, str]) -> dict[str, str]:
-    return {f"{prefix}.{name}": role for name, role in roles.items()}
+_LLAMA_LIKE = _roles(
+    "*.layers.*",
+    colwise="self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj",
+    rowwise="self_attn.o_proj mlp.down_proj",
+)
 
 
-_NEOX_LIKE = {
-    "mlp.dense_h_to_4h": "colwise",
-    "mlp.dense_4h_to_h": "rowwise",
-}
-_BLOOM_LIKE = {
-    "self_attention.query_key_value": "colwise",
-    "self_attention.dense": "rowwise",
-    **_NEOX_LIKE,
-}
-_GPT2_LIKE = {
-    "attn.c_attn": "colwise",
-    "attn.c_proj": "rowwise",
-    "mlp.c_fc": "colwise",
-    "mlp.c_proj": "rowwise",
-}
+def _fairseq_like(prefix: str) -> dict[str, str]:
+    colwise = "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1"
+    return _roles(prefix, colwise=colwise, rowwise="self_attn.out_proj fc2")
+
+
+def _neox_like(prefix: str, attention: str, **others: str) -> dict[str, str]:
+    colwise, rowwise = (
+        f"{attention}.query_key_value mlp.dense_h_to_4h",
+        f"{attention}.dense mlp.dense_4h_to_h",
+    )
+    return _roles(prefix, colwise=colwise, rowwise=rowwise, **others)
+
+
+_GPT2_LIKE = _roles("transformer.h.*", colwise="attn.c_attn mlp.c_fc", rowwise="attn.c_proj mlp.c_proj")
+
+_PHI3_LIKE = Family(
+    packed={"*.layers.*.self_attn.qkv_proj": "q,k,v", "*.layers.*.mlp.gate_up_proj": "halves"},
+    heads_from_config=True,
+)
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
-        _under("transformer.h.*", _GPT2_LIKE),
+        _GPT2_LIKE,
         packed={"transformer.h.*.attn.c_attn": "thirds"},
         inner_attributes=("split_size", "embed_dim"),
     ),
-    "opt": Family(_under("model.decoder.layers.*", _FAIRSEQ_LIKE), inner_attributes=("embed_dim",)),
+    "opt": Family(_fairseq_like("model.decoder.layers.*"), inner_attributes=("embed_dim",)),
     "xglm": Family(
-        _under("model.layers.*", _FAIRSEQ_LIKE),
+        _fairseq_like("model.layers.*"),
         inner_attributes=("embed_dim",),
         cut_outputs=("model.embed_positions",),  # sines and cosines, made for all features
     ),
-    "biogpt": Family(_under("biogpt.layers.*", _FAIRSEQ_LIKE), inner_attributes=("embed_dim",)),
-    "bloom": Family(_under("transformer.h.*", _BLOOM_LIKE), head_arguments={"alibi": "batch*heads"}),
+    "biogpt": Family(_fairseq_like("biogpt.layers.*"), inner_attributes=("embed_dim",)),
+    "bloom": Family(_neox_like("transformer.h.*", "self_attention"), head_arguments={"alibi": "batch*heads"}),
     # With ALiBi, its slopes are part of the attention mask.
     "falcon": Family(
-        _under("transformer.h.*", _BLOOM_LIKE),
+        _neox_like("transformer.h.*", "self_attention"),
         head_arguments={"alibi": "batch*heads", "attention_mask": "batch,heads"},
     ),
     "gpt_neo": Family(
-        _under(
+        _roles(
             "transformer.h.*",
-            {
-                "attn.attention.q_proj": "colwise",
-                "attn.attention.k_proj": "colwise",
-                "attn.attention.v_proj": "colwise",
-                "attn.attention.out_proj": "rowwise",
-                "mlp.c_fc": "colwise",
-                "mlp.c_proj": "rowwise",
-            },
+            colwise="attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj mlp.c_fc",
+            rowwise="attn.attention.out_proj mlp.c_proj",
         ),
         inner_attributes=("embed_dim",),
     ),
     "gptj": Family(
-        _under(
+        _roles(
             "transformer.h.*",
-            {
-                "attn.q_proj": "colwise",
-                "attn.k_proj": "colwise",
-                "attn.v_proj": "colwise",
-                "attn.out_proj": "rowwise",
-                "mlp.fc_in": "colwise",
-                "mlp.fc_out": "rowwise",
-            },
+            colwise="attn.q_proj attn.k_proj attn.v_proj mlp.fc_in",
+            rowwise="attn.out_proj mlp.fc_out",
         ),
         inner_attributes=("embed_dim",),
     ),
     "mpt": Family(
-        _under(
+        _roles(
             "transformer.blocks.*",
-            {
-                "attn.Wqkv": "colwise",
-                "attn.out_proj": "rowwise",
-                "ffn.up_proj": "colwise",
-                "ffn.down_proj": "rowwise",
-            },
+            colwise="attn.Wqkv ffn.up_proj",
+            rowwise="attn.out_proj ffn.down_proj",
         ),
         packed={"transformer.blocks.*.attn.Wqkv": "thirds"},
         inner_attributes=("hidden_size",),
         head_arguments={"position_bias": "heads"},
     ),
-    "gpt_bigcode": Family(_under("transformer.h.*", _GPT2_LIKE), inner_attributes=("embed_dim", "kv_dim")),
+    "gpt_bigcode": Family(_GPT2_LIKE, inner_attributes=("embed_dim", "kv_dim")),
     "openai-gpt": Family(
-        _under("transformer.h.*", _GPT2_LIKE),
+        _GPT2_LIKE,
         packed={"transformer.h.*.attn.c_attn": "thirds"},
         inner_attributes=("split_size", "n_state"),
     ),
-    "persimmon": Family(
-        _under(
-            "model.layers.*",
-            {"self_attn.query_key_value": "colwise", "self_attn.dense": "rowwise", **_NEOX_LIKE},
-        ),
-    ),
+    "persimmon": Family(_neox_like("model.layers.*", "self_attn")),
     "stablelm": Family(_LLAMA_LIKE),
     "hunyuan_v1_dense": Family(_LLAMA_LIKE),
     "bitnet": Family(
@@ -160,15 +133,7 @@ FAMILIES: dict[str, Family] = {
         unsupported="it adds a table of positions for all features in CTRLModel.forward, where there is no module to shard"
     ),
     "gpt_neox_japanese": Family(
-        _under(
-            "gpt_neox_japanese.layers.*",
-            {
-                "attention.query_key_value": "colwise",
-                "attention.dense": "rowwise",
-                "attention.dense_bias": "features",
-                **_NEOX_LIKE,
-            },
-        ),
+        _neox_like("gpt_neox_japanese.layers.*", "attention", features="attention.dense_bias"),
     ),
     "apertus": Family(
         {
@@ -193,11 +158,11 @@ FAMILIES: dict[str, Family] = {
     "ultrabert": Family({"head.linear1": "colwise", "head.linear2": "rowwise", "head.decoder": "colwise"}),
     "modernbert-decoder": Family(
         {
-            **_under(
-                "model.layers.*.attn",
-                {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "Wo": "rowwise"},
+            **_roles(
+                "model.layers.*",
+                colwise="attn.q_proj attn.k_proj attn.v_proj mlp.Wi",
+                rowwise="attn.Wo mlp.Wo",
             ),
-            **_under("model.layers.*.mlp", {"Wi": "colwise", "Wo": "rowwise"}),
             "lm_head.dense": "latent",
             "lm_head.norm": "replicated",
         },
@@ -205,20 +170,11 @@ FAMILIES: dict[str, Family] = {
         cut_outputs=("lm_head.norm",),
     ),
     "t5gemma": Family(
-        _under(
-            "model.decoder.layers.*.cross_attn",
-            {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"},
-        ),
+        _roles("model.decoder.layers.*.cross_attn", colwise="q_proj k_proj v_proj", rowwise="o_proj"),
     ),
     "emu3_text_model": Family(_LLAMA_LIKE),
-    "phi3": Family(
-        packed={"*.layers.*.self_attn.qkv_proj": "q,k,v", "*.layers.*.mlp.gate_up_proj": "halves"},
-        heads_from_config=True,
-    ),
-    "phi4_multimodal": Family(
-        packed={"*.layers.*.self_attn.qkv_proj": "q,k,v", "*.layers.*.mlp.gate_up_proj": "halves"},
-        heads_from_config=True,
-    ),
+    "phi3": _PHI3_LIKE,
+    "phi4_multimodal": _PHI3_LIKE,
     # Its plan names the MLP alone; attention is DeepSeek's latent attention, whose names `roles.py` knows.
     "youtu": Family(
         {"model.layers.*.self_attn.o_proj": "rowwise"},
