@@ -96,7 +96,7 @@ def mesh_with_axes(*names: str) -> None:
 
 
 def forward(roles: dict[str, str]) -> None:
-    """On x=4 and y=2: x=y would hide that a layer was fed the wrong cut."""
+    """On x=4 and y=2: x=y would hide that a layer got an input sharded over the wrong axis."""
     model, grid = Perceptron(), Grid.create((1, 1, 2, 4))
     ff.parallelize(model, grid, roles=roles)
     model(torch.zeros(3, 8))
@@ -104,7 +104,7 @@ def forward(roles: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A request, what its error must say (regular expressions), and a request that follows its way out."""
+    """A request, what its error must say (regular expressions), and a request that follows its remedy."""
 
     request: Callable[[], object]
     says: tuple[str, ...]
@@ -126,7 +126,7 @@ def cut(make: Callable[[], nn.Module], shape: tuple[int, int, int, int], *says: 
 
 
 def asked(make: Callable[[], nn.Module], roles: dict[str, str], *says: str, instead: dict[str, str]) -> Wrong:
-    """Roles that are wrong, and those that the error leads to."""
+    """Wrong roles, and the roles that the error suggests."""
     return Wrong(partial(request, make, GRID, roles=roles), says, partial(request, make, GRID, roles=instead))
 
 

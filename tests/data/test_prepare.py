@@ -1,4 +1,4 @@
-"""Preparing: the same bytes whatever the number of processes and interruptions, and nothing lost on the way."""
+"""Preparation: the same output for any number of processes and interruptions, and no document lost."""
 
 import gzip
 import json
@@ -89,7 +89,7 @@ def test_every_document_comes_back_in_its_split(
     assert len(manifest.shards["train"]) > 10
 
 
-def test_a_tokenizer_is_trained_on_the_spot(tmp_path: Path, texts: list[str], jsonl: str) -> None:
+def test_a_tokenizer_is_trained_on_the_inputs(tmp_path: Path, texts: list[str], jsonl: str) -> None:
     for name in ("a", "b"):
         prepare(tmp_path / name, [jsonl], Settings(train_vocab_size=400, validation=0))
     assert prepared.files(tmp_path / "a") == prepared.files(tmp_path / "b")
@@ -160,7 +160,7 @@ def test_every_kind_of_input_gives_the_same_documents(
     st.sampled_from(["\n", "--", "\n\n", "<end>", "aba"]),
     st.integers(1, 40),
 )
-def test_cutting_a_text_file_loses_and_doubles_nothing(
+def test_splitting_a_text_file_loses_and_repeats_nothing(
     tmp_path_factory, pieces, separator, part_bytes
 ) -> None:
     path = tmp_path_factory.mktemp("cut") / "text.txt"
@@ -219,7 +219,7 @@ def test_half_a_character_in_json_is_replaced(tmp_path: Path, small: Settings) -
 
 
 def killed_at(function: str, call: int, arguments: tuple[Any, ...]) -> None:
-    """Prepare, and die at the n-th call of a function that writes."""
+    """Prepare, and be killed at the n-th call of a function that writes."""
     module = {"add": shards.ShardWriter, "write_atomically": preparing, "publish": files}[function]
     inner, calls = getattr(module, function), 0
 
@@ -243,7 +243,7 @@ def killed_at(function: str, call: int, arguments: tuple[Any, ...]) -> None:
         [("write_atomically", 1), ("write_atomically", 2), ("add", 3)],
     ],
 )
-def test_killed_again_and_again_it_ends_with_the_same_bytes(
+def test_the_result_is_the_same_after_repeated_kills(
     tmp_path: Path, jsonl: str, small: Settings, deaths: list[tuple[str, int]]
 ) -> None:
     prepare(tmp_path / "whole", [jsonl], small)
@@ -274,7 +274,7 @@ def test_finished_parts_are_kept(tmp_path: Path, jsonl: str, small: Settings) ->
     assert {path: path.stat().st_ino for path in kept} == kept
 
 
-def test_processes_do_not_change_the_bytes_and_die_with_their_parent(
+def test_processes_do_not_change_the_result_and_end_with_their_parent(
     pool: RankPool, tmp_path: Path, tokenizer: str, texts: list[str]
 ) -> None:
     jsonl = str(prepared.as_jsonl(texts * 3, tmp_path / "text.jsonl"))
@@ -309,7 +309,7 @@ def descendants(pid: int) -> list[int]:
 # -- nothing else is mixed in -----------------------------------------------------------------------------------------
 
 
-def test_another_tokenizer_or_source_is_refused(
+def test_another_tokenizer_or_source_is_rejected(
     tmp_path: Path, texts: list[str], jsonl: str, tokenizer: str, small: Settings
 ) -> None:
     other = tmp_path / "other"
@@ -332,7 +332,7 @@ def test_another_tokenizer_or_source_is_refused(
         prepare(out, [str(path)], small)
 
 
-def test_a_folder_of_something_else_stays_as_it_is(tmp_path: Path, jsonl: str, small: Settings) -> None:
+def test_a_folder_with_other_files_is_not_changed(tmp_path: Path, jsonl: str, small: Settings) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "photo.jpg").write_bytes(b"dear")
     with pytest.raises(ValueError, match=r"other files in it, such as train"):

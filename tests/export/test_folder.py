@@ -1,4 +1,4 @@
-"""Exported folders: what from_pretrained loads is what was trained, with its tokenizer, its facts, and little memory."""
+"""Exported folders: from_pretrained loads the trained weights, the tokenizer is included, memory use is small."""
 
 import json
 import math
@@ -33,14 +33,14 @@ from tests.prepared import as_jsonl, corpus
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])  # packed and separate projections, both tied
-def test_a_family_goes_out_and_in_bit_by_bit(pool: RankPool, tmp_path: Path, family: str) -> None:
+def test_export_and_from_pretrained_are_bit_exact(pool: RankPool, tmp_path: Path, family: str) -> None:
     verdict = round_trips.round_trip(pool, family, tmp_path)
     assert verdict.holds(), verdict
     assert verdict.files > 1
 
 
 @pytest.mark.parametrize("fault", round_trips.FAULTS)
-def test_a_fault_on_the_way_is_noticed(pool: RankPool, tmp_path: Path, fault: str) -> None:
+def test_a_fault_during_export_is_detected(pool: RankPool, tmp_path: Path, fault: str) -> None:
     verdict = round_trips.round_trip(pool, "gpt2", tmp_path, fault)
     assert not verdict.holds()
     assert bool(verdict.exported) == bool(verdict.imported) == (fault == "weight")
@@ -51,7 +51,7 @@ def test_a_fault_on_the_way_is_noticed(pool: RankPool, tmp_path: Path, fault: st
 
 
 def save_gpt2(folder: str) -> None:
-    """Steps 1 and 2, and the weights of neither are those of the start."""
+    """Checkpoints of steps 1 and 2, both with weights that differ from the initial ones."""
     training = start((1, 2, 1, 2), "gpt2", dtype="bfloat16")
     with Checkpoints(folder) as checkpoints:
         for _ in range(2):
@@ -107,7 +107,7 @@ def test_weights_are_cast_on_request_in_blocks_of_any_size(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
-def test_nothing_is_overwritten_and_nothing_left_half(
+def test_nothing_is_overwritten_and_nothing_is_left_incomplete(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for taken in ("out", "other.tmp"):
@@ -129,7 +129,7 @@ def test_nothing_is_overwritten_and_nothing_left_half(
 
 
 @pytest.mark.parametrize("where", ["", ".", "..", "/", "memory://"])
-def test_a_name_that_is_none_is_refused(run: Path, where: str) -> None:
+def test_an_invalid_folder_name_is_rejected(run: Path, where: str) -> None:
     with pytest.raises(ValueError, match="does not name a folder"):
         export(run, where)
 
@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_is_never_exported(
             export(where, tmp_path / "none", step=step)
 
 
-def test_an_object_store_takes_it(run: Path, tmp_path: Path) -> None:
+def test_export_to_an_object_store(run: Path, tmp_path: Path) -> None:
     exported = export(run, "memory://models/gpt2")
     export(run, tmp_path / "out")
     store = open_folder("memory://models/gpt2")
@@ -183,7 +183,7 @@ def train(run: dict[str, Any]) -> None:
         trainer.train(checkpoints)
 
 
-def test_a_run_leaves_its_tokenizer_and_its_facts(pool: RankPool, tmp_path: Path) -> None:
+def test_export_includes_the_tokenizer_and_a_model_card(pool: RankPool, tmp_path: Path) -> None:
     text = as_jsonl(corpus(8), tmp_path / "text.jsonl")
     data = prepare(
         tmp_path / "data|set", [str(text)], Settings(train_vocab_size=300, validation=0.4), processes=1
@@ -244,7 +244,7 @@ def test_a_run_leaves_its_tokenizer_and_its_facts(pool: RankPool, tmp_path: Path
     assert "## Loss" not in (tmp_path / "bare" / "README.md").read_text()
 
 
-def test_a_tokenizer_that_is_not_there_or_does_not_fit_is_told(run: Path, tmp_path: Path) -> None:
+def test_a_missing_or_mismatched_tokenizer_is_reported(run: Path, tmp_path: Path) -> None:
     exported = export(run, tmp_path / "without")
     assert any("--tokenizer" in note for note in exported.notes)
     assert not list((tmp_path / "without").glob("tokenizer*"))

@@ -63,7 +63,7 @@ def bounds_in(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[slice, ...]:
 @pytest.mark.parametrize("layout", ["file", "folder", "sharded"])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_piece_equals_the_slice_of_the_tensor(
+def test_a_slice_equals_that_of_the_tensor(
     layout: str, single: Path, sharded: Path, tensors: dict[str, Tensor], data: st.DataObject
 ) -> None:
     path = {"file": single, "folder": single.parent, "sharded": sharded}[layout]
@@ -136,17 +136,17 @@ def test_a_parameter_that_requires_grad_can_be_read_into(single: Path, tensors: 
 @pytest.mark.parametrize(
     "index", [piece((0, 41), (0, 700)), piece((0, 40)), piece((5, 4), (0, 700)), piece((-1, 3), (0, 4))]
 )
-def test_an_index_outside_the_tensor_is_refused(single: Path, index: tuple[slice, ...]) -> None:
+def test_an_index_outside_the_tensor_is_rejected(single: Path, index: tuple[slice, ...]) -> None:
     with CheckpointFiles(single) as files, pytest.raises(ValueError, match=r"model\.safetensors: index"):
         files.read_into("fp32", torch.empty(0), index)
 
 
-def test_a_target_of_another_shape_is_refused(single: Path) -> None:
+def test_a_target_of_another_shape_is_rejected(single: Path) -> None:
     with CheckpointFiles(single) as files, pytest.raises(ValueError, match="does not fit"):
         files.read_into("fp32", torch.empty(3, 700), piece((0, 2), (0, 700)))
 
 
-def test_unknown_names_and_closed_files_are_refused(single: Path, sharded: Path) -> None:
+def test_unknown_names_and_closed_files_are_errors(single: Path, sharded: Path) -> None:
     for path in (single, sharded):
         with CheckpointFiles(path) as files, pytest.raises(ValueError, match="holds no tensor lm_head"):
             files.shape("lm_head")
@@ -154,7 +154,7 @@ def test_unknown_names_and_closed_files_are_refused(single: Path, sharded: Path)
             files.shape("fp32")
 
 
-def test_pickle_weights_are_refused(tmp_path: Path) -> None:
+def test_pickle_weights_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     for path in (tmp_path, tmp_path / "pytorch_model.bin", tmp_path / "absent"):
         with pytest.raises(ValueError, match="safetensors"):
@@ -198,26 +198,26 @@ def entry(dtype: str, shape: object, start: object, stop: object) -> dict[str, o
         ),
     ],
 )
-def test_a_corrupt_header_is_refused(tmp_path: Path, header: object, message: str) -> None:
+def test_a_corrupt_header_is_rejected(tmp_path: Path, header: object, message: str) -> None:
     path = with_header(tmp_path / "bad.safetensors", header)
     with pytest.raises(ValueError, match=rf"bad\.safetensors: (.|\n)*{message}"):
         CheckpointFiles(path)
 
 
 @pytest.mark.parametrize("length", [10**6, 2**63, 2**64 - 1, 100_000_001])
-def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> None:
+def test_a_header_longer_than_the_file_is_rejected(tmp_path: Path, length: int) -> None:
     path = with_header(tmp_path / "bad.safetensors", {}, length=length)
     with pytest.raises(ValueError, match=r"bad\.safetensors: .*(header too large|invalid header length)"):
         CheckpointFiles(path)
 
 
-def test_a_file_too_short_for_a_header_is_refused(tmp_path: Path) -> None:
+def test_a_file_too_short_for_a_header_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"1234567")
     with pytest.raises(ValueError, match="header too small"):
         CheckpointFiles(tmp_path / "bad.safetensors")
 
 
-def test_a_file_cut_short_after_opening_is_refused(tmp_path: Path) -> None:
+def test_a_file_truncated_after_opening_is_rejected(tmp_path: Path) -> None:
     path = saved(tmp_path / "model.safetensors", {"w": torch.ones(1000)})
     with CheckpointFiles(path) as files:
         with path.open("r+b") as file:
@@ -226,7 +226,7 @@ def test_a_file_cut_short_after_opening_is_refused(tmp_path: Path) -> None:
             files.read_into("w", torch.empty(1000), piece((0, 1000)))
 
 
-def test_other_dtypes_are_refused_by_name_but_do_not_hide_the_rest(tmp_path: Path) -> None:
+def test_unsupported_dtypes_are_named_and_do_not_hide_other_tensors(tmp_path: Path) -> None:
     tensors = {
         "w": torch.ones(3),
         "eighth": torch.ones(4).to(torch.float8_e4m3fn),
@@ -256,14 +256,14 @@ def test_other_dtypes_are_refused_by_name_but_do_not_hide_the_rest(tmp_path: Pat
         None,
     ],
 )
-def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, file: object) -> None:
+def test_an_index_that_leaves_its_folder_is_rejected(tmp_path: Path, file: object) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": file}}))
     with pytest.raises(ValueError, match="plain name"):
         CheckpointFiles(tmp_path)
 
 
-def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_disagrees_with_its_files_is_rejected(tmp_path: Path) -> None:
     saved(tmp_path / "a.safetensors", {"v": torch.ones(1)})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "x": "absent.safetensors"}}))
