@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,12 +113,11 @@ class LocalFolder:
         path, digest, size = self.path / name, xxhash.xxh3_128(), 0
         try:
             with open(path, "xb", buffering=0) as file:
-                for part in parts:
-                    view = memoryview(part).cast("B")
-                    while view:
-                        count = calls.write(file.fileno(), view[:MAX_CALL_BYTES], path)
-                        digest.update(view[:count])
-                        size, view = size + count, view[count:]
+                for block in _blocks(parts):
+                    digest.update(block)
+                    while block:
+                        count = calls.write(file.fileno(), block, path)
+                        size, block = size + count, block[count:]
                 calls.fsync(file.fileno(), path)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
@@ -196,13 +195,10 @@ class RemoteFolder:
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> FileRecord:
         digest, size = xxhash.xxh3_128(), 0
         with self._system.open(f"{self._path}/{name}", "wb") as file:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                for start in range(0, len(view), MAX_CALL_BYTES):
-                    piece = view[start : start + MAX_CALL_BYTES]
-                    file.write(piece)
-                    digest.update(piece)
-                    size += len(piece)
+            for block in _blocks(parts):
+                file.write(block)
+                digest.update(block)
+                size += len(block)
         return FileRecord(size, digest.hexdigest())
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -220,6 +216,13 @@ class RemoteFolder:
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._system.rm(f"{self._path}/{name}", recursive=True)
+
+
+def _blocks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for start in range(0, len(view), MAX_CALL_BYTES):
+            yield view[start : start + MAX_CALL_BYTES]
 
 
 def sync_folder(path: Path) -> None:

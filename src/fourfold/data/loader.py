@@ -54,10 +54,6 @@ class Loader:
 
     def batches(self, first_sample: int = 0, rows: slice | None = None) -> Iterator[Batch]:
         """An endless stream of batches from a global sample on; ``rows`` overrides this rank's rows of each batch."""
-        if not self._read_ahead:
-            while True:
-                yield self.read(first_sample, rows)
-                first_sample += self._batch
         reader = ThreadPoolExecutor(1, thread_name_prefix="fourfold-data")
         ahead: deque[Future[Batch]] = deque()
         try:
