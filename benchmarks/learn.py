@@ -31,7 +31,7 @@ from benchmarks.stock import Stock, mixture_of, rows
 from fourfold.config.describe import to_toml
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
-from fourfold.data.manifest import Manifest
+from fourfold.data.manifest import DatasetManifest
 
 APART = 0.01  # largest relative difference of the losses at a step
 BELOW = 0.85  # of the entropy of single tokens
@@ -71,7 +71,7 @@ def fourfold(*arguments: str, threads: int = 1) -> None:
 
 
 def write_run(folder: Path, options: argparse.Namespace) -> Path:
-    vocabulary = Manifest.load(folder / "data").tokenizer.vocab_size
+    vocabulary = DatasetManifest.load(folder / "data").tokenizer.vocab_size
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=options.hidden,
@@ -118,7 +118,7 @@ def trained(file: Path, grid: str) -> tuple[dict[int, float], float]:
 
 def unigram_entropy(run: RunConfig) -> float:
     """Entropy of the validation samples in nats per token, by the token frequencies of the training text."""
-    vocabulary = Manifest.load(run.data.sources[0].path).tokenizer.vocab_size
+    vocabulary = DatasetManifest.load(run.data.sources[0].path).tokenizer.vocab_size
     counts = np.ones(vocabulary)
     mixture = mixture_of(run)
     for first in range(0, len(mixture), 256):

@@ -38,7 +38,7 @@ def advance(training: TrainState) -> float:
 
 
 def numbers(training: TrainState) -> dict[str, Tensor]:
-    """All numbers of this rank that a checkpoint has to bring back."""
+    """All tensors of this rank that a checkpoint has to restore."""
     found = {name: tensor.clone() for name, tensor in local_parameters(training.model).items()}
     names = {id(p): name for name, p in training.model.named_parameters()}
     for parameter, shard in training.optimizer._pairs:  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Small models and batches, the same in every process, and the comparison of shards with whole tensors."""
+"""Small models and batches, the same in every process, and the comparison of shards with full tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -84,7 +84,7 @@ def build(kind: str, **changes: Any) -> PreTrainedModel:
 
 
 def batch(rows: int, length: int = 12, seed: int = 2) -> tuple[Tensor, Tensor]:
-    """Tokens and labels; each row counts another number of labels."""
+    """Tokens and labels; each row has a different number of labels."""
     ids = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     for row in range(rows):
@@ -101,7 +101,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def part(whole: Mapping[str, Tensor], report: Report, grid: Grid, name: str) -> Tensor:
-    """What of a Hugging Face tensor this rank stores as its shard of parameter ``name``."""
+    """The slice of a Hugging Face tensor that this rank stores as its shard of parameter ``name``."""
     layout = report.layouts[name]
     return whole[layout.hf_name][layout.in_hf(layout.shard(grid))]
 
@@ -109,7 +109,7 @@ def part(whole: Mapping[str, Tensor], report: Report, grid: Grid, name: str) -> 
 def assert_shards_close(
     local: Mapping[str, Tensor], whole: Mapping[str, Tensor], report: Report, grid: Grid, bar: float = 1e-4
 ) -> None:
-    """Each shard is its part of the whole tensor, up to ``bar`` of that tensor's largest entry."""
+    """Each shard equals its slice of the full tensor, within ``bar`` of that tensor's largest entry."""
     assert set(local) == set(report.layouts)
     for name, shard in local.items():
         scale = float(whole[report.layouts[name].hf_name].abs().max())

@@ -1,4 +1,4 @@
-"""Prepared data sets of given documents, and text to prepare."""
+"""Prepared datasets of given documents, and text to prepare."""
 
 import json
 import sysconfig
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fourfold.data.manifest import Manifest
+from fourfold.data.manifest import DatasetManifest
 from fourfold.data.shards import ShardWriter, token_dtype
-from fourfold.data.tokenizer import TokenizerFacts
+from fourfold.data.tokenizer import TokenizerInfo
 
 Documents = Sequence[Sequence[int]]
 
@@ -22,7 +22,7 @@ def write(
     shard_tokens: int = 1 << 20,
     vocab_size: int = 131,
 ) -> Path:
-    """The folder that a preparation of these tokens leaves."""
+    """Write a prepared dataset of these tokens."""
     writers = {}
     for split, documents in {"train": train, "validation": validation}.items():
         (folder / split).mkdir(parents=True, exist_ok=True)
@@ -31,12 +31,12 @@ def write(
             writers[split].add(np.array(document))
         writers[split].close()
     shards = {split: writer.shards for split, writer in writers.items()}
-    Manifest(TokenizerFacts("a", vocab_size, 0), "b", 0, shards).save(folder)
+    DatasetManifest(TokenizerInfo("a", vocab_size, 0), "b", 0, shards).save(folder)
     return folder
 
 
 def corpus(count: int = 40) -> list[str]:
-    """Sources of the standard library: text that every machine has."""
+    """Source files of the standard library, as text that exists on every machine."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return [file.read_text() for file in files if 2_000 < file.stat().st_size < 20_000][:count]
 

@@ -1,4 +1,4 @@
-"""Every wrong request is answered with the name, both numbers and the way out, on all ranks alike, before any of them waits.
+"""Every wrong request raises an error with the name, both numbers and the remedy, on all ranks, before any of them waits.
 
 The requests of `WRONG` are made on eight ranks in one run. Each says what its error must name; where the way out is
 cheap it is followed too. Between two requests the ranks meet, so one that errs on some ranks only is found out.
@@ -42,7 +42,7 @@ def meet() -> None:
 
 
 def make_requests(folder: Path) -> dict[str, tuple[str, str]]:
-    """For each request what it raised, and what its way out raised: an error's type and text, or nothing."""
+    """For each request the error that it raised, and that of its remedy: type and text, or nothing."""
     os.chdir(folder)
     raised = {}
     for name, wrong in WRONG.items():
@@ -68,9 +68,7 @@ def raised(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dic
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_requests_name_the_numbers_and_the_way_out(
-    name: str, raised: list[dict[str, tuple[str, str]]]
-) -> None:
+def test_errors_name_both_numbers_and_the_remedy(name: str, raised: list[dict[str, tuple[str, str]]]) -> None:
     kind, _, text = raised[0][name][0].partition("|")
     assert kind in ("UnsupportedError", "ValueError"), f"{kind}: {text}"
     for pattern in WRONG[name].says:
@@ -78,10 +76,10 @@ def test_wrong_requests_name_the_numbers_and_the_way_out(
 
 
 @pytest.mark.parametrize("name", [name for name, wrong in WRONG.items() if wrong.instead is not None])
-def test_the_way_out_is_one(name: str, raised: list[dict[str, tuple[str, str]]]) -> None:
+def test_the_remedy_works(name: str, raised: list[dict[str, tuple[str, str]]]) -> None:
     assert raised[0][name][1] == ""
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_all_ranks_say_the_same(name: str, raised: list[dict[str, tuple[str, str]]]) -> None:
+def test_all_ranks_raise_the_same_error(name: str, raised: list[dict[str, tuple[str, str]]]) -> None:
     assert len({rank[name] for rank in raised}) == 1

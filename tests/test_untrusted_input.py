@@ -1,4 +1,4 @@
-"""Files from outside: whatever is in them, nothing of them runs, nothing outside is read, memory stays bounded."""
+"""Untrusted files: their code never runs, no file outside their folder is read, memory stays bounded."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from benchmarks.ranks import RankPool
 from fourfold.checkpoint.folder import FileRecord, open_folder
 from fourfold.checkpoint.manifest import (
     MANIFEST,
-    Manifest,
+    CheckpointManifest,
     dump_json,
     find_damage,
     hash_file,
@@ -30,11 +30,11 @@ from fourfold.checkpoint.manifest import (
 from fourfold.checkpoint.state import VALUES, read_values
 from fourfold.checkpoint.storage import Reader, read_rows
 from fourfold.config.run_file import ConfigError, load_run
-from fourfold.data.manifest import Manifest as DataManifest
+from fourfold.data.manifest import DatasetManifest
 from fourfold.data.samples import Samples
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.hf.safetensors_reader import CheckpointFiles
-from fourfold.untrusted_input import model_config
+from fourfold.untrusted_input import load_model_config
 from tests import prepared
 from tests.checkpoints import save_steps
 
@@ -88,7 +88,7 @@ NASTY = st.one_of(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value of a JSON tree."""
+    """The path to every value of a JSON tree."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, below in items:
@@ -119,7 +119,7 @@ def spoilt(draw: Any, value: dict[str, Any]) -> Any:
 
 
 class Bounded:
-    """What is allocated inside stays in bounds: what a file claims is no reason to make room for it."""
+    """Memory allocated inside stays bounded, whatever sizes a file claims."""
 
     LIMIT_BYTES = 64 * 2**20
 
@@ -133,7 +133,7 @@ class Bounded:
 
 
 class ReadOrRefused:
-    """What happens inside ends well, or with a ValueError that has these words; nothing else."""
+    """The code inside succeeds, or raises a ValueError that contains these words."""
 
     def __init__(self, *words: str) -> None:
         self._words, self.refused = words, 0
@@ -170,7 +170,7 @@ def read_all(path: Path) -> None:
 @given(
     header=spoilt(HEADER), length=st.one_of(st.none(), st.integers(0, 2**64 - 1)), tail=st.binary(max_size=40)
 )
-def test_a_header_of_weights_is_read_or_refused(
+def test_a_header_of_weights_is_read_or_rejected(
     tmp_path: Path, header: Any, length: int | None, tail: bytes
 ) -> None:
     text = json.dumps(header).encode()
@@ -183,7 +183,7 @@ def test_a_header_of_weights_is_read_or_refused(
 
 @FUZZED
 @given(data=st.binary(max_size=200))
-def test_any_bytes_are_refused_as_weights(tmp_path: Path, data: bytes) -> None:
+def test_arbitrary_bytes_are_rejected_as_weights(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
     with Bounded(), pytest.raises(ValueError, match=r"model\.safetensors"):
@@ -201,18 +201,18 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rehashed(folder: Path, step: int) -> None:
-    """As the author of a hostile checkpoint would: its manifest fits its files."""
+    """Make the manifest match its files, as the author of a hostile checkpoint would."""
     where = open_folder(folder)
     files = {}
     for path in folder.iterdir():
         if path.name != MANIFEST:
             size = path.stat().st_size
             files[path.name] = FileRecord(size, hash_file(where, path.name, size))
-    (folder / MANIFEST).write_bytes(Manifest(step, files).to_bytes())
+    (folder / MANIFEST).write_bytes(CheckpointManifest(step, files).to_bytes())
 
 
 def load_whole(root: Path, step: int) -> None:
-    """All that a load does with the files, without a model."""
+    """Everything that a load does with the files, without a model."""
     assert find_damage(open_folder(root / f"step-{step}"), step) == []
     read_values(open_folder(root / f"step-{step}"))
     reader = Reader(open_folder(root), step)
@@ -222,7 +222,7 @@ def load_whole(root: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["index.json", VALUES])
-def test_a_checkpoint_that_lies_is_read_or_refused(saved: Path, tmp_path: Path, name: str) -> None:
+def test_a_hostile_checkpoint_is_read_or_rejected(saved: Path, tmp_path: Path, name: str) -> None:
     root = Path(shutil.copytree(saved, tmp_path / "run"))
     file = root / "step-1" / name
     honest = json.loads(file.read_text())
@@ -243,7 +243,7 @@ def test_a_checkpoint_that_lies_is_read_or_refused(saved: Path, tmp_path: Path, 
     assert loads.refused > 10
 
 
-def test_a_manifest_that_lies_is_read_or_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_hostile_manifest_is_read_or_rejected(saved: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(saved, tmp_path / "run"))
     file = root / "step-1" / MANIFEST
     honest = json.loads(file.read_text())
@@ -261,7 +261,7 @@ def test_a_manifest_that_lies_is_read_or_refused(saved: Path, tmp_path: Path) ->
     fuzz()
 
 
-def test_two_pieces_in_one_place_are_no_whole(saved: Path, tmp_path: Path) -> None:
+def test_overlapping_chunks_are_rejected(saved: Path, tmp_path: Path) -> None:
     """Their sizes add up, but half of the tensor is in none of them."""
     root = Path(shutil.copytree(saved, tmp_path / "run"))
     file = root / "step-1" / "index.json"
@@ -276,7 +276,9 @@ def test_two_pieces_in_one_place_are_no_whole(saved: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_not_waited_for(saved: Path, tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_pipes_and_folders_are_rejected_without_waiting(
+    saved: Path, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     root = Path(shutil.copytree(saved, tmp_path / "run"))
     (root / "step-1" / VALUES).unlink()
     make(root / "step-1" / VALUES)
@@ -306,7 +308,7 @@ def read_samples(folder: Path) -> None:
         assert 0 <= sample.position_ids.min() <= sample.position_ids.max() < 16
 
 
-def test_a_data_set_that_lies_is_read_or_refused(data: Path) -> None:
+def test_a_hostile_dataset_is_read_or_rejected(data: Path) -> None:
     file = data / "manifest.json"
     honest = json.loads(file.read_text())
     reads = ReadOrRefused(str(data))
@@ -322,7 +324,7 @@ def test_a_data_set_that_lies_is_read_or_refused(data: Path) -> None:
     assert reads.refused > 10
 
 
-def test_a_shard_may_not_lie_elsewhere(data: Path, tmp_path: Path) -> None:
+def test_a_shard_outside_its_folder_is_rejected(data: Path, tmp_path: Path) -> None:
     file = data / "manifest.json"
     values = json.loads(file.read_text())
     shard = values["shards"]["train"][0]
@@ -332,12 +334,12 @@ def test_a_shard_may_not_lie_elsewhere(data: Path, tmp_path: Path) -> None:
         shard["name"] = name
         file.write_text(json.dumps(values))
         with pytest.raises(ValueError, match="not the name of a file below its folder"):
-            DataManifest.load(data)
+            DatasetManifest.load(data)
 
 
 @FUZZED
 @given(tokens=st.binary(min_size=80, max_size=80), ends=st.binary(min_size=8, max_size=8))
-def test_bytes_of_a_shard_are_tokens_or_refused(data: Path, tokens: bytes, ends: bytes) -> None:
+def test_bytes_of_a_shard_are_tokens_or_rejected(data: Path, tokens: bytes, ends: bytes) -> None:
     (data / "train/000000-000.bin").write_bytes(tokens)
     (data / "train/000000-000.ends").write_bytes(ends)
     with ReadOrRefused(str(data)):
@@ -356,8 +358,8 @@ LLAMA = {
 PLANTED = "import os\nos.mkdir({marker!r})\nclass Config: pass\n"
 
 
-@pytest.mark.parametrize("read", [model_config, load_tokenizer])
-def test_code_beside_a_model_is_not_run(
+@pytest.mark.parametrize("read", [load_model_config, load_tokenizer])
+def test_code_alongside_a_model_is_not_run(
     tmp_path: Path, read: Callable[[Path], Any], monkeypatch: Any
 ) -> None:
     marker = tmp_path / "executed"
@@ -381,14 +383,14 @@ def test_code_beside_a_model_is_not_run(
         ({"vocab_size": 10**15}, "vocab_size=1000000000000000"),
     ],
 )
-def test_a_model_that_would_fetch_code_or_all_memory_is_refused(
+def test_a_model_that_would_fetch_code_or_fill_memory_is_rejected(
     tmp_path: Path, change: Any, said: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert model_config(tmp_path / "config.json").hidden_size == 32
+    assert load_model_config(tmp_path / "config.json").hidden_size == 32
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
     with pytest.raises(ValueError, match=said):
-        model_config(tmp_path / "config.json")
+        load_model_config(tmp_path / "config.json")
 
 
 RUN = 'seed = 1\n[model]\nconfig = "a"\n[data]\nsources = [{path = "b"}]\n[optimizer]\nlr = 1e-3\nbetas = [0.9, 0.95]\n'
@@ -400,7 +402,7 @@ RUN = 'seed = 1\n[model]\nconfig = "a"\n[data]\nsources = [{path = "b"}]\n[optim
     put=st.one_of(st.text(max_size=20), st.just("[" * 5000)),
     drop=st.integers(0, 9),
 )
-def test_a_run_file_is_read_or_refused(tmp_path: Path, at: int, put: str, drop: int) -> None:
+def test_a_run_config_is_read_or_rejected(tmp_path: Path, at: int, put: str, drop: int) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN[:at] + put + RUN[at + drop :], encoding="utf-8", errors="replace")
     with suppress(ConfigError):

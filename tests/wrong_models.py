@@ -1,4 +1,4 @@
-"""Models to ask wrong things of, on meta: a wrong request must be answered before there are any numbers."""
+"""Models for wrong requests, on meta: an error must be raised before any weights exist."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def with_images() -> nn.Module:
 
 
 class Perceptron(nn.Module):
-    """A module that no plan knows."""
+    """A module that is in no plan."""
 
     def __init__(self, *, affine: bool = True, shift: int = 16) -> None:
         super().__init__()

@@ -96,7 +96,7 @@ def mesh_with_axes(*names: str) -> None:
 
 
 def forward(roles: dict[str, str]) -> None:
-    """On x=4 and y=2: x=y would hide that a layer was fed the wrong cut."""
+    """On x=4 and y=2: x=y would hide that a layer got an input sharded over the wrong axis."""
     model, grid = Perceptron(), Grid.create((1, 1, 2, 4))
     ff.parallelize(model, grid, roles=roles)
     model(torch.zeros(3, 8))
@@ -104,7 +104,7 @@ def forward(roles: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A request, what its error must say (regular expressions), and a request that follows its way out."""
+    """A request, what its error must say (regular expressions), and a request that follows its remedy."""
 
     request: Callable[[], object]
     says: tuple[str, ...]
@@ -126,7 +126,7 @@ def cut(make: Callable[[], nn.Module], shape: tuple[int, int, int, int], *says: 
 
 
 def asked(make: Callable[[], nn.Module], roles: dict[str, str], *says: str, instead: dict[str, str]) -> Wrong:
-    """Roles that are wrong, and those that the error leads to."""
+    """Wrong roles, and the roles that the error suggests."""
     return Wrong(partial(request, make, GRID, roles=roles), says, partial(request, make, GRID, roles=instead))
 
 
@@ -158,7 +158,7 @@ WRONG: dict[str, Wrong] = {
         partial(llama, hidden_size=96, num_attention_heads=24, num_key_value_heads=12),
         (1, 1, 1, 8),
         rf"^x=8 does not divide num_key_value_heads=12 of {ATTENTION}",
-        r"cannot be replicated \(x is no multiple of 12",
+        r"cannot be replicated \(x is not a multiple of 12",
         "use an x that divides 12, such as x=4 with y=2$",
     ),
     "x and fused key/value heads": cut(
@@ -275,7 +275,7 @@ WRONG: dict[str, Wrong] = {
     "a role without effect: a container": asked(
         llama,
         {"model.layers.*.mlp": "colwise"},
-        r"'model\.layers\.\*\.mlp', but model\.layers\.0\.mlp takes none",
+        r"'model\.layers\.\*\.mlp', but model\.layers\.0\.mlp cannot have one",
         r"did you mean 'model\.layers\.0\.mlp\.\w+_proj'",
         instead={"model.layers.*.mlp.up_proj": "colwise"},
     ),
@@ -395,7 +395,7 @@ WRONG: dict[str, Wrong] = {
     ),
     "an optimizer of whole matrices": Wrong(
         partial(optimizer, torch.optim.Muon),
-        ("^Muon is not known to work on each number for itself", "use one of AdamW, Adam, SGD"),
+        ("^Muon is not known to be element-wise", "use one of AdamW, Adam, SGD"),
         partial(optimizer, torch.optim.SGD),
     ),
     "an optimizer of the whole gradient": Wrong(

@@ -23,14 +23,14 @@ import xxhash
 from benchmarks.faults.saves import trained
 from fourfold.checkpoint import Checkpoints
 from fourfold.checkpoint.folder import FileRecord, open_folder
-from fourfold.checkpoint.manifest import MANIFEST, Manifest, dump_json, find_damage, hash_file
+from fourfold.checkpoint.manifest import MANIFEST, CheckpointManifest, dump_json, find_damage, hash_file
 from fourfold.checkpoint.state import VALUES, read_values
 from fourfold.checkpoint.storage import Reader, read_rows
 from fourfold.config.run_file import load_run
 from fourfold.data.samples import Samples
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.hf.safetensors_reader import CheckpointFiles
-from fourfold.untrusted_input import model_config
+from fourfold.untrusted_input import load_model_config
 
 PLANTED = "import os\nos.mkdir({marker!r})\nclass Config: pass\n"
 HEADER = {
@@ -141,7 +141,7 @@ class Corpus:
             samples[index]
 
     def read_model(self) -> None:
-        model_config(self._model)
+        load_model_config(self._model)
 
     def read_tokenizer(self) -> None:
         load_tokenizer(self._model)
@@ -300,7 +300,7 @@ class Corpus:
             for path in folder.iterdir()
             if path.name != MANIFEST
         }
-        (folder / MANIFEST).write_bytes(Manifest(1, files | (more or {})).to_bytes())
+        (folder / MANIFEST).write_bytes(CheckpointManifest(1, files | (more or {})).to_bytes())
 
 
 def spoil(value: dict[str, Any], choose: random.Random) -> Any:

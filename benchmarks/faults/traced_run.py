@@ -18,9 +18,8 @@ from torch import nn
 from fourfold.config.describe import to_toml
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
-from fourfold.data.manifest import Manifest
 from fourfold.data.shards import ShardWriter, token_dtype
-from fourfold.data.tokenizer import TokenizerFacts
+from fourfold.data.tokenizer import TokenizerInfo
 from fourfold.mesh.axes import AXES
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 
@@ -86,7 +85,7 @@ def write_data(folder: Path, vocabulary: int, documents: Mapping[Any, Iterable[A
             writer.add(text)
         writer.close()
         shards[split] = writer.shards
-    Manifest(TokenizerFacts("random", vocabulary, 0), "random", 0, shards).save(folder)
+    DatasetManifest(TokenizerInfo("random", vocabulary, 0), "random", 0, shards).save(folder)
 
 
 def grid_changes(shape: Sequence[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checkpoints under fire: killed ranks, damaged files, full disks, planted code."""
+"""Checkpoints under faults: killed ranks, damaged files, full disks, injected code."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ import fourfold.checkpoint
 from benchmarks.ranks import RankError, RankPool
 from fourfold.checkpoint import Checkpoints, SaveError, commit, storage
 from fourfold.checkpoint.folder import Folder, open_folder
-from fourfold.checkpoint.manifest import Damaged, find_damage
+from fourfold.checkpoint.manifest import CorruptCheckpointError, find_damage
 from fourfold.checkpoint.retention import newest_valid, steps
 from fourfold.checkpoint.storage import Reader
 from fourfold.cli.main import main
@@ -56,7 +56,7 @@ def find_newest(folder: Path) -> int | None:
 
 
 @pytest.mark.parametrize(("victim", "point", "name"), KILLS)
-def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(
+def test_a_rank_killed_during_a_save_leaves_the_previous_checkpoint(
     pool: RankPool, tmp_path: Path, victim: int, point: Point, name: str
 ) -> None:
     with pytest.raises(RankError, match="SIGKILL"):
@@ -76,7 +76,7 @@ def resume_after_a_kill(folder: str) -> None:
     assert training.step == 2
 
 
-def test_a_run_goes_on_after_a_kill_and_saves_the_same_step_again(pool: RankPool, tmp_path: Path) -> None:
+def test_a_run_resumes_after_a_kill_and_saves_the_same_step_again(pool: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="SIGKILL"):
         pool.run(save_and_be_killed, 2, str(tmp_path), 0, "fsync", "manifest.json")
     pool.run(resume_after_a_kill, 1, str(tmp_path))
@@ -144,7 +144,7 @@ def test_files_of_two_ranks_are_not_mistaken_for_each_other(run: Path) -> None:
     assert len(find_damage(open_folder(run / "step-2"), 2)) == 2
 
 
-def test_a_checkpoint_under_another_step_is_refused(run: Path) -> None:
+def test_a_checkpoint_under_another_step_is_rejected(run: Path) -> None:
     (run / "step-2").rename(run / "step-3")
     (line,) = find_damage(open_folder(run / "step-3"), 3)
     assert "is of step 2" in line
@@ -178,7 +178,7 @@ def load_ruins(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_run_does_not_begin_anew_when_all_checkpoints_are_damaged(pool: RankPool, run: Path) -> None:
+def test_a_run_does_not_start_over_when_all_checkpoints_are_damaged(pool: RankPool, run: Path) -> None:
     for step in ("step-1", "step-2"):
         flip(run / step / "state.json", 99)
     (message,) = pool.run(load_ruins, 1, str(run))
@@ -228,12 +228,12 @@ def test_the_last_valid_checkpoint_is_not_removed_for_a_damaged_one(pool: RankPo
         lambda t: t.clear(),
     ],
 )
-def test_an_index_that_lies_is_refused(run: Path, change: Callable[[dict[str, object]], None]) -> None:
+def test_a_wrong_index_is_rejected(run: Path, change: Callable[[dict[str, object]], None]) -> None:
     file = run / "step-2" / "index.json"
     index = json.loads(file.read_text())
     change(index["tensors"]["model.lm_head.weight"])
     file.write_text(json.dumps(index))
-    with pytest.raises(Damaged, match=r"model\.lm_head\.weight"):
+    with pytest.raises(CorruptCheckpointError, match=r"model\.lm_head\.weight"):
         Reader(open_folder(run), 2)
 
 
@@ -290,7 +290,7 @@ def not_shared(folder: str) -> str:
     return str(caught.value)
 
 
-def test_folders_that_hosts_do_not_share_are_noticed(pool: RankPool, tmp_path: Path) -> None:
+def test_folders_that_hosts_do_not_share_are_detected(pool: RankPool, tmp_path: Path) -> None:
     for message in pool.run(not_shared, 2, str(tmp_path)):
         assert "rank-1.safetensors" in message
         assert "share" in message
@@ -324,7 +324,7 @@ def test_planted_pickle_is_never_executed(pool: RankPool, run: Path, tmp_path: P
     assert marker.exists()  # it would have gone off
 
 
-def test_nothing_that_executes_is_in_the_code_of_checkpoints() -> None:
+def test_the_checkpoint_code_uses_nothing_that_executes_files() -> None:
     (folder,) = fourfold.checkpoint.__path__
     banned_modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
     banned_calls = {"eval", "exec", "__import__", "compile"}

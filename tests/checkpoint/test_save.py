@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved comes back, on time, on every grid, from disks and from object stores."""
+"""Checkpoints: saved state is restored exactly, on every grid, from disks and from object stores."""
 
 import os
 import threading
@@ -15,8 +15,8 @@ from benchmarks import reshard
 from benchmarks.ranks import RankPool
 from fourfold.checkpoint import Checkpoints, SaveError
 from fourfold.checkpoint.folder import LocalFolder, open_folder
+from fourfold.checkpoint.local_shards import LocalShard
 from fourfold.checkpoint.manifest import find_damage
-from fourfold.checkpoint.pieces import Piece
 from fourfold.checkpoint.retention import steps
 from fourfold.checkpoint.storage import Reader
 from fourfold.cli.main import main
@@ -34,7 +34,7 @@ def test_every_grid_loads_what_any_grid_saved_and_trains_on(pool: RankPool, tmp_
 
 
 @pytest.mark.parametrize("fault", reshard.FAULTS)
-def test_a_fault_in_what_was_loaded_is_noticed(pool: RankPool, tmp_path: Path, fault: str) -> None:
+def test_a_fault_injected_into_loaded_tensors_is_detected(pool: RankPool, tmp_path: Path, fault: str) -> None:
     (verdict,) = reshard.reshard(pool, reshard.SMALL[:1], tmp_path, fault).values()
     assert not verdict.holds()
     assert bool(verdict.different) == (fault != "schedule")
@@ -67,7 +67,7 @@ def load_small(folder: str, shape: Shape, kind: str, changes: dict[str, int]) ->
         ((1, 4, 1, 2), "gpt2", {"hidden_size": 4, "num_attention_heads": 2, "n_inner": 8}),
     ],
 )
-def test_ranks_that_hold_nothing_take_nothing_from_the_others(
+def test_ranks_with_empty_shards_do_not_affect_the_others(
     pool: RankPool, tmp_path: Path, shape: Shape, kind: str, changes: dict[str, int]
 ) -> None:
     ranks, one = shape[1] * shape[3], (1, 1, 1, 1)
@@ -108,9 +108,7 @@ def resume(folder: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 2)])
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(
-    pool: RankPool, tmp_path: Path, shape: Shape
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(pool: RankPool, tmp_path: Path, shape: Shape) -> None:
     pool.run(resume, shape[1] * shape[3], str(tmp_path), shape)
     assert steps(open_folder(tmp_path)) == [2, 3]
 
@@ -141,7 +139,7 @@ def save_slowly(folder: str) -> None:
         LocalFolder.write = write  # type: ignore[method-assign]
 
 
-def test_training_goes_on_while_it_is_saved_and_leaves_no_trace_there(pool: RankPool, tmp_path: Path) -> None:
+def test_training_during_a_save_does_not_change_the_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     pool.run(save_slowly, 2, str(tmp_path))
 
 
@@ -179,7 +177,7 @@ def refusals(folder: str) -> list[str]:
     return messages
 
 
-def test_what_does_not_fit_is_refused_by_name(pool: RankPool, tmp_path: Path) -> None:
+def test_mismatches_are_rejected_by_name(pool: RankPool, tmp_path: Path) -> None:
     (messages,) = pool.run(refusals, 1, str(tmp_path))
     wider, more, order, buffer, value = messages
     assert all(word in wider for word in ("mlp", "64", "96"))
@@ -206,7 +204,7 @@ def read_a_part(folder: str) -> tuple[int, int]:
     local = 0
     for name, parameter in training.model.named_parameters():
         assert isinstance(parameter, DTensor)
-        piece = Piece.of(parameter)
+        piece = LocalShard.of(parameter)
         (chunk,) = reader.metadata.state_dict_metadata[f"model.{name}"].chunks
         target = torch.full_like(piece.local, torch.nan)
         reader.read_into(target, MetadataIndex(f"model.{name}", chunk.offsets), piece.offset)
@@ -243,7 +241,7 @@ def evaluate_and_save(folder: str) -> None:
     assert_same(numbers(again), expected)
 
 
-def test_an_evaluation_may_come_before_a_save(pool: RankPool, tmp_path: Path) -> None:
+def test_an_evaluation_before_a_save_is_supported(pool: RankPool, tmp_path: Path) -> None:
     pool.run(evaluate_and_save, 2, str(tmp_path))
 
 
@@ -272,7 +270,7 @@ def test_a_checkpoint_is_never_overwritten(pool: RankPool, tmp_path: Path) -> No
     assert find_damage(open_folder(tmp_path / "step-1"), 1) == []
 
 
-def test_the_newest_stay(pool: RankPool, tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(pool: RankPool, tmp_path: Path) -> None:
     pool.run(save_steps, 2, str(tmp_path), (1, 2, 1, 1), 4, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-4"]
 
@@ -310,11 +308,11 @@ def on_a_store(url: str, shape: Shape) -> None:
         assert "step-3.damaged-0" in checkpoints.root.names()
 
 
-def test_checkpoints_live_in_the_memory_of_fsspec(pool: RankPool) -> None:
+def test_checkpoints_in_fsspec_memory(pool: RankPool) -> None:
     pool.run(on_a_store, 1, "memory://runs/one", (1, 1, 1, 1))
 
 
-def test_checkpoints_live_in_an_s3_bucket(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_in_an_s3_bucket(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed: pip install fourfold[s3-test]")
     server_of = pytest.importorskip(
         "moto.server", reason="moto[server] is not installed: pip install fourfold[s3-test]"

@@ -1,4 +1,4 @@
-"""The order of samples: nobody's state, the same on every grid and after every restart, each sample once an epoch."""
+"""The order of samples: stateless, the same on every grid and after every restart, each sample once per epoch."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fourfold import Grid, factorisations
 from fourfold.data.loader import Loader
 from fourfold.data.mixture import Mixture, check_identity
-from fourfold.data.order import MAX_PERIOD, Order, permuted, shares, take_turns
+from fourfold.data.order import MAX_PERIOD, Order, interleave, permuted, shares
 from fourfold.data.samples import Sample
 
 Shape = tuple[int, int, int, int]
@@ -23,13 +23,13 @@ Shape = tuple[int, int, int, int]
 
 @settings(deadline=None)  # of one example: a busy machine would not keep it
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
-def test_each_place_is_taken_once(size: int, key: int) -> None:
+def test_permuted_is_a_permutation(size: int, key: int) -> None:
     assert sorted(permuted(np.arange(size), size, key).tolist()) == list(range(size))
 
 
 @settings(deadline=None)
 @given(size=st.integers(2**33, 2**50), first=st.integers(0, 2**32), key=st.integers(0, 2**64 - 1))
-def test_no_place_of_a_trillion_is_taken_twice(size: int, first: int, key: int) -> None:
+def test_no_position_of_a_trillion_repeats(size: int, first: int, key: int) -> None:
     taken = permuted(np.arange(first, first + 2000), size, key)
     assert len(set(taken.tolist())) == 2000
     assert taken.min() >= 0
@@ -38,8 +38,8 @@ def test_no_place_of_a_trillion_is_taken_twice(size: int, first: int, key: int) 
     assert len(set((taken * 10 // size).tolist())) == 10
 
 
-def test_every_order_of_four_comes_equally_often() -> None:
-    """24 orders of 4 samples over 3,000 epochs: chi-square with 23 degrees of freedom is below 60 but once in 30,000."""
+def test_every_order_of_four_is_equally_frequent() -> None:
+    """24 orders of 4 samples over 3,000 epochs: chi-square with 23 degrees of freedom exceeds 60 once in 30,000."""
     epochs = 3_000
     _, samples = Order(seed=0, sizes=(4,), weights=(1.0,)).at(np.arange(4 * epochs))
     _, counts = np.unique(samples.reshape(epochs, 4), axis=0, return_counts=True)
@@ -53,7 +53,7 @@ def test_every_order_of_four_comes_equally_often() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=7))
 def test_every_prefix_has_its_share_of_each_source_within_one(counts: list[int]) -> None:
-    turns = take_turns(counts)
+    turns = interleave(counts)
     period, k = len(turns.source), len(counts)
     had = np.cumsum(turns.source[:, None] == np.arange(k), axis=0)
     wanted = np.arange(1, period + 1)[:, None] * (np.array(counts) / sum(counts))
@@ -63,7 +63,7 @@ def test_every_prefix_has_its_share_of_each_source_within_one(counts: list[int])
 
 
 @given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=9))
-def test_shares_are_the_weights_to_one_turn_of_a_period(weights: list[float]) -> None:
+def test_shares_are_the_weights_to_one_sample_of_a_period(weights: list[float]) -> None:
     counts = shares(weights)
     assert sum(counts) <= MAX_PERIOD
     assert min(counts) >= 1
@@ -71,13 +71,13 @@ def test_shares_are_the_weights_to_one_turn_of_a_period(weights: list[float]) ->
     assert np.abs(np.array(counts) / sum(counts) - wanted).max() <= len(weights) / MAX_PERIOD
 
 
-def test_weights_as_people_write_them_are_met_exactly() -> None:
+def test_weights_with_few_decimals_are_exact() -> None:
     assert shares([0.7, 0.2, 0.1]) == (7, 2, 1)
     assert shares([3, 1.5]) == (2, 1)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_weight_that_is_none_is_refused(weight: float) -> None:
+def test_an_invalid_weight_is_rejected(weight: float) -> None:
     with pytest.raises(ValueError, match="source 1 has the weight"):
         shares([1.0, weight])
 
@@ -86,7 +86,7 @@ def test_a_weight_that_is_none_is_refused(weight: float) -> None:
 
 
 class Named:
-    """A source whose samples say which they are."""
+    """A source whose samples contain their own index."""
 
     def __init__(self, number: int, size: int) -> None:
         self._number, self._size = number, size
@@ -101,7 +101,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Place:
-    """A mesh, as far as a rank asks it where it sits."""
+    """A mesh that only knows the coordinates of a rank."""
 
     shape: Shape
     rank: int
@@ -176,18 +176,18 @@ def test_the_count_after_a_step_is_the_first_of_the_next() -> None:
     assert second.first_sample == 18
 
 
-def test_another_seed_and_another_epoch_are_another_order() -> None:
+def test_the_order_changes_with_seed_and_epoch() -> None:
     orders = [Order(seed, (1000,), (1.0,)).at(np.arange(2000))[1] for seed in (0, 1)]
     for first, second in [(orders[0][:1000], orders[1][:1000]), (orders[0][:1000], orders[0][1000:])]:
         assert (first == second).mean() < 0.01
 
 
-def test_two_sources_of_one_size_have_orders_of_their_own() -> None:
+def test_two_sources_of_the_same_size_have_different_orders() -> None:
     sources, samples = Order(0, (1000, 1000), (1.0, 1.0)).at(np.arange(2000))
     assert (samples[sources == 0] == samples[sources == 1]).mean() < 0.01
 
 
-def test_a_reader_that_fails_says_so_to_the_one_who_waits() -> None:
+def test_an_error_of_the_reader_thread_reaches_the_caller() -> None:
     class Broken(Named):
         def __getitem__(self, index: int) -> Sample:
             raise OSError("the disk is gone")
@@ -197,7 +197,7 @@ def test_a_reader_that_fails_says_so_to_the_one_who_waits() -> None:
         next(Loader(mixture, grid_of((1, 1, 1, 1), 0), 2).batches())
 
 
-def test_another_stream_than_the_checkpoint_is_refused() -> None:
+def test_a_stream_that_differs_from_the_checkpoint_is_rejected() -> None:
     check_identity({"seed": 1}, {"seed": 1})
     with pytest.raises(ValueError, match=r"seed=1, this run has seed=2.*old value"):
         check_identity({"seed": 1}, {"seed": 2})

@@ -1,4 +1,4 @@
-"""Preparing: the same bytes whatever the number of processes and interruptions, and nothing lost on the way."""
+"""Preparation: the same output for any number of processes and interruptions, and no document lost."""
 
 import gzip
 import json
@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from benchmarks.ranks import RankPool
+from fourfold import files
 from fourfold.cli.main import main
 from fourfold.data import prepare as preparing
 from fourfold.data import shards
 from fourfold.data.documents import Reading, documents
 from fourfold.data.inputs import find_inputs, parts
-from fourfold.data.manifest import Manifest, split_of
+from fourfold.data.manifest import DatasetManifest, split_of
 from fourfold.data.plan import Settings
 from fourfold.data.prepare import prepare
 from fourfold.data.samples import Samples
@@ -60,7 +61,7 @@ def small(tokenizer: str) -> Settings:
 
 def decoded(folder: Path, split: Any) -> list[str]:
     """The text of each document."""
-    manifest = Manifest.load(folder)
+    manifest = DatasetManifest.load(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     found, begun = [], []
     for shard in manifest.shards[split]:
@@ -88,11 +89,11 @@ def test_every_document_comes_back_in_its_split(
     assert len(manifest.shards["train"]) > 10
 
 
-def test_a_tokenizer_is_trained_on_the_spot(tmp_path: Path, texts: list[str], jsonl: str) -> None:
+def test_a_tokenizer_is_trained_on_the_inputs(tmp_path: Path, texts: list[str], jsonl: str) -> None:
     for name in ("a", "b"):
         prepare(tmp_path / name, [jsonl], Settings(train_vocab_size=400, validation=0))
     assert prepared.files(tmp_path / "a") == prepared.files(tmp_path / "b")
-    assert Manifest.load(tmp_path / "a").tokenizer.vocab_size == 400
+    assert DatasetManifest.load(tmp_path / "a").tokenizer.vocab_size == 400
     assert decoded(tmp_path / "a", "train") == texts
 
 
@@ -159,7 +160,7 @@ def test_every_kind_of_input_gives_the_same_documents(
     st.sampled_from(["\n", "--", "\n\n", "<end>", "aba"]),
     st.integers(1, 40),
 )
-def test_cutting_a_text_file_loses_and_doubles_nothing(
+def test_splitting_a_text_file_loses_and_repeats_nothing(
     tmp_path_factory, pieces, separator, part_bytes
 ) -> None:
     path = tmp_path_factory.mktemp("cut") / "text.txt"
@@ -173,11 +174,11 @@ def test_cutting_a_text_file_loses_and_doubles_nothing(
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl has a line at byte 14 that is no JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl has a line at byte 14 that is not JSON"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', r"no field 'text'; name one with --column, it has body, id"),
         ("a.jsonl", b'{"text": 3}\n', r"field 'text' holds int, not text"),
         ("a.jsonl", b"[1]\n", r"has list at byte 0, not an object"),
-        ("a.txt", b"abc\xff", r"a.txt is no UTF-8 text at byte 3"),
+        ("a.txt", b"abc\xff", r"a.txt is not UTF-8 text at byte 3"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -218,8 +219,8 @@ def test_half_a_character_in_json_is_replaced(tmp_path: Path, small: Settings) -
 
 
 def killed_at(function: str, call: int, arguments: tuple[Any, ...]) -> None:
-    """Prepare, and die at the n-th call of a function that writes."""
-    module = shards.ShardWriter if function == "add" else preparing if function == "write_whole" else shards
+    """Prepare, and be killed at the n-th call of a function that writes."""
+    module = {"add": shards.ShardWriter, "write_atomically": preparing, "publish": files}[function]
     inner, calls = getattr(module, function), 0
 
     def counting(*args: Any) -> Any:
@@ -239,10 +240,10 @@ def killed_at(function: str, call: int, arguments: tuple[Any, ...]) -> None:
         # In the middle of a shard; between a shard and its ends; before the note of a part; before the manifest.
         [("add", 1), ("add", 20), ("add", 21)],
         [("publish", 2), ("publish", 7), ("publish", 8)],
-        [("write_whole", 1), ("write_whole", 2), ("add", 3)],
+        [("write_atomically", 1), ("write_atomically", 2), ("add", 3)],
     ],
 )
-def test_killed_again_and_again_it_ends_with_the_same_bytes(
+def test_the_result_is_the_same_after_repeated_kills(
     tmp_path: Path, jsonl: str, small: Settings, deaths: list[tuple[str, int]]
 ) -> None:
     prepare(tmp_path / "whole", [jsonl], small)
@@ -263,7 +264,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(
 
 def test_finished_parts_are_kept(tmp_path: Path, jsonl: str, small: Settings) -> None:
     process = multiprocessing.get_context("fork").Process(
-        target=killed_at, args=("write_whole", 3, (tmp_path / "out", [jsonl], small))
+        target=killed_at, args=("write_atomically", 3, (tmp_path / "out", [jsonl], small))
     )
     process.start()
     process.join(60)
@@ -273,7 +274,7 @@ def test_finished_parts_are_kept(tmp_path: Path, jsonl: str, small: Settings) ->
     assert {path: path.stat().st_ino for path in kept} == kept
 
 
-def test_processes_do_not_change_the_bytes_and_die_with_their_parent(
+def test_processes_do_not_change_the_result_and_end_with_their_parent(
     pool: RankPool, tmp_path: Path, tokenizer: str, texts: list[str]
 ) -> None:
     jsonl = str(prepared.as_jsonl(texts * 3, tmp_path / "text.jsonl"))
@@ -308,7 +309,7 @@ def descendants(pid: int) -> list[int]:
 # -- nothing else is mixed in -----------------------------------------------------------------------------------------
 
 
-def test_another_tokenizer_or_source_is_refused(
+def test_another_tokenizer_or_source_is_rejected(
     tmp_path: Path, texts: list[str], jsonl: str, tokenizer: str, small: Settings
 ) -> None:
     other = tmp_path / "other"
@@ -317,7 +318,7 @@ def test_another_tokenizer_or_source_is_refused(
     before = prepare(out, [jsonl], small)
     assert prepare(out, [jsonl], small) == before
     with pytest.raises(
-        ValueError, match=r"its tokenizer fingerprint is \w+, this run has \w+; take another folder"
+        ValueError, match=r"its tokenizer fingerprint is \w+, this run has \w+; use another folder"
     ):
         prepare(out, [jsonl], Settings(**vars(small) | {"tokenizer": str(other)}))
     with pytest.raises(ValueError, match=r"validation is 0\.2, this run has 0\.3"):
@@ -331,7 +332,7 @@ def test_another_tokenizer_or_source_is_refused(
         prepare(out, [str(path)], small)
 
 
-def test_a_folder_of_something_else_stays_as_it_is(tmp_path: Path, jsonl: str, small: Settings) -> None:
+def test_a_folder_with_other_files_is_not_changed(tmp_path: Path, jsonl: str, small: Settings) -> None:
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "photo.jpg").write_bytes(b"dear")
     with pytest.raises(ValueError, match=r"other files in it, such as train"):

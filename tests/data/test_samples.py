@@ -1,4 +1,4 @@
-"""Samples: all tokens of all documents, boundaries respected, and what a model makes of them."""
+"""Samples: all tokens of all documents, with their boundaries, and the loss of a model on them."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ Shape = tuple[int, int, int, int]
     length=st.integers(2, 30),
     shard_tokens=st.integers(5, 90),
 )
-def test_samples_are_the_documents_in_a_row(tmp_path_factory, lengths, length, shard_tokens) -> None:
+def test_samples_are_the_concatenated_documents(tmp_path_factory, lengths, length, shard_tokens) -> None:
     documents = [[(7 * d + p) % 131 for p in range(n)] for d, n in enumerate(lengths)]
     folder = prepared.write(tmp_path_factory.mktemp("data"), documents, shard_tokens=shard_tokens)
     samples = Samples(folder, "train", length)
@@ -63,7 +63,7 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_lost_or_cut_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_truncated_file_is_named(tmp_path: Path) -> None:
     folder = prepared.write(tmp_path, [[1, 2, 3, 4]])
     shard = folder / "train" / "000000-000.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
@@ -80,9 +80,9 @@ def test_sources_of_two_tokenizers_do_not_mix(tmp_path: Path) -> None:
         open_mixture([(folder, 1.0) for folder in folders], length=4, seed=0)
 
 
-def test_too_little_text_is_said_in_numbers(tmp_path: Path) -> None:
+def test_too_little_text_is_an_error_with_both_numbers(tmp_path: Path) -> None:
     folder = prepared.write(tmp_path, [[1] * 9])
-    with pytest.raises(ValueError, match=r"has 9 tokens, not one sample of 10"):
+    with pytest.raises(ValueError, match=r"has 9 tokens, less than one sample of 10"):
         open_mixture([(folder, 1.0)], length=10, seed=0)
     with pytest.raises(ValueError, match="validation"):
         open_mixture([(folder, 1.0)], length=4, seed=0, split="validation")
@@ -133,7 +133,7 @@ def packed(folder: Path, kind: str, shape: Shape, **options: object) -> float:
         ("llama of 6 heads", (1, 1, 2, 2), {"weights": "streamed"}),  # a row on each y rank
     ],
 )
-def test_the_loss_of_packed_documents_is_that_of_each_alone(
+def test_the_loss_of_packed_documents_equals_that_of_separate_documents(
     pool: RankPool, tmp_path: Path, kind: str, shape: Shape, options: dict[str, object]
 ) -> None:
     folder = prepared.write(tmp_path, documents())
@@ -143,7 +143,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(
 
 
 @pytest.mark.parametrize("fault", ["positions go on", "a cache is kept"])
-def test_documents_that_see_each_other_would_be_noticed(tmp_path: Path, fault: str) -> None:
+def test_attention_across_documents_is_detected(tmp_path: Path, fault: str) -> None:
     """The comparison above can fail; a cache does it silently in transformers, which `parallelize` prevents."""
     samples = Samples(prepared.write(tmp_path, documents()), "train", 24)
     rows = [torch.from_numpy(np.stack(row)) for row in zip(samples[0], samples[1], strict=True)]
@@ -164,5 +164,5 @@ def refuse(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_model_that_lets_documents_see_each_other_is_refused(pool: RankPool, kind: str) -> None:
+def test_a_model_with_attention_across_documents_is_rejected(pool: RankPool, kind: str) -> None:
     pool.run(refuse, 1, kind)

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import quickstart
 from benchmarks.ranks import RankPool
 from fourfold.cli.main import main as fourfold
-from fourfold.config.describe import model_config
+from fourfold.config.describe import sized_model_config
 from fourfold.config.run_file import from_dict, load_run
 from fourfold.planner.inputs import cluster
 from tests import prepared, shown
@@ -81,8 +81,12 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Many short documents, so that the usual part of them for validation is not empty.
     words = [text[i : i + 200] for text in prepared.corpus() for i in range(0, len(text), 200)]
     prepared.as_jsonl(words[:1500], folder / "text/part.jsonl")
-    (folder / "config.json").write_text(json.dumps(model_config("8b", 32_000)))
-    small = model_config("10m", 8192) | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(sized_model_config("8b", 32_000)))
+    small = sized_model_config("10m", 8192) | {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+    }
     (folder / "small.json").write_text(json.dumps(small))
     (folder / "cluster.toml").write_text(cluster.to_toml(cluster.load("dgx-h100")))
     return folder

@@ -1,4 +1,4 @@
-"""Exported folders: what from_pretrained loads is what was trained, with its tokenizer, its facts, and little memory."""
+"""Exported folders: from_pretrained loads the trained weights, the tokenizer is included, memory use is small."""
 
 import json
 import math
@@ -16,10 +16,10 @@ from benchmarks.ranks import RankPool
 from fourfold import Grid
 from fourfold.checkpoint import Checkpoints, TrainState
 from fourfold.checkpoint.folder import LocalFolder, open_folder
-from fourfold.checkpoint.manifest import Damaged
+from fourfold.checkpoint.manifest import CorruptCheckpointError
 from fourfold.cli.main import main
 from fourfold.config import run_file
-from fourfold.data.manifest import Manifest
+from fourfold.data.manifest import DatasetManifest
 from fourfold.data.plan import Settings
 from fourfold.data.prepare import prepare
 from fourfold.export import export
@@ -33,14 +33,14 @@ from tests.prepared import as_jsonl, corpus
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])  # packed and separate projections, both tied
-def test_a_family_goes_out_and_in_bit_by_bit(pool: RankPool, tmp_path: Path, family: str) -> None:
+def test_export_and_from_pretrained_are_bit_exact(pool: RankPool, tmp_path: Path, family: str) -> None:
     verdict = round_trips.round_trip(pool, family, tmp_path)
     assert verdict.holds(), verdict
     assert verdict.files > 1
 
 
 @pytest.mark.parametrize("fault", round_trips.FAULTS)
-def test_a_fault_on_the_way_is_noticed(pool: RankPool, tmp_path: Path, fault: str) -> None:
+def test_a_fault_during_export_is_detected(pool: RankPool, tmp_path: Path, fault: str) -> None:
     verdict = round_trips.round_trip(pool, "gpt2", tmp_path, fault)
     assert not verdict.holds()
     assert bool(verdict.exported) == bool(verdict.imported) == (fault == "weight")
@@ -51,7 +51,7 @@ def test_a_fault_on_the_way_is_noticed(pool: RankPool, tmp_path: Path, fault: st
 
 
 def save_gpt2(folder: str) -> None:
-    """Steps 1 and 2, and the weights of neither are those of the start."""
+    """Checkpoints of steps 1 and 2, both with weights that differ from the initial ones."""
     training = start((1, 2, 1, 2), "gpt2", dtype="bfloat16")
     with Checkpoints(folder) as checkpoints:
         for _ in range(2):
@@ -107,7 +107,7 @@ def test_weights_are_cast_on_request_in_blocks_of_any_size(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
-def test_nothing_is_overwritten_and_nothing_left_half(
+def test_nothing_is_overwritten_and_nothing_is_left_incomplete(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for taken in ("out", "other.tmp"):
@@ -129,8 +129,8 @@ def test_nothing_is_overwritten_and_nothing_left_half(
 
 
 @pytest.mark.parametrize("where", ["", ".", "..", "/", "memory://"])
-def test_a_name_that_is_none_is_refused(run: Path, where: str) -> None:
-    with pytest.raises(ValueError, match="names no folder"):
+def test_an_invalid_folder_name_is_rejected(run: Path, where: str) -> None:
+    with pytest.raises(ValueError, match="does not name a folder"):
         export(run, where)
 
 
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_never_exported(
     found, expected = tensors(tmp_path / "out"), tensors(tmp_path / "first")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     for where, step in ((copy, 2), (copy / "step-2", None)):
-        with pytest.raises(Damaged, match="rank-1"):
+        with pytest.raises(CorruptCheckpointError, match="rank-1"):
             export(where, tmp_path / "none", step=step)
     assert not (tmp_path / "none").exists()
     for where, step in ((copy, 7), (copy / "step-1", 2), (tmp_path / "nowhere", None)):
@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_is_never_exported(
             export(where, tmp_path / "none", step=step)
 
 
-def test_an_object_store_takes_it(run: Path, tmp_path: Path) -> None:
+def test_export_to_an_object_store(run: Path, tmp_path: Path) -> None:
     exported = export(run, "memory://models/gpt2")
     export(run, tmp_path / "out")
     store = open_folder("memory://models/gpt2")
@@ -183,7 +183,7 @@ def train(run: dict[str, Any]) -> None:
         trainer.train(checkpoints)
 
 
-def test_a_run_leaves_its_tokenizer_and_its_facts(pool: RankPool, tmp_path: Path) -> None:
+def test_export_includes_the_tokenizer_and_a_model_card(pool: RankPool, tmp_path: Path) -> None:
     text = as_jsonl(corpus(8), tmp_path / "text.jsonl")
     data = prepare(
         tmp_path / "data|set", [str(text)], Settings(train_vocab_size=300, validation=0.4), processes=1
@@ -215,7 +215,7 @@ def test_a_run_leaves_its_tokenizer_and_its_facts(pool: RankPool, tmp_path: Path
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n")
     logged = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
     parameters = sum(p.numel() for p in model.parameters())
-    fingerprint = Manifest.load(tmp_path / "data|set").fingerprint
+    fingerprint = DatasetManifest.load(tmp_path / "data|set").fingerprint
     for fact in (
         "LlamaForCausalLM, step 3",
         f"| parameters | {parameters:,} |",
@@ -224,7 +224,7 @@ def test_a_run_leaves_its_tokenizer_and_its_facts(pool: RankPool, tmp_path: Path
         "data=1, z=1, y=1, x=1",
         "name adamw, lr 0.0003",
         "kind cosine, warmup steps 1",
-        "| precision | fp32, fp32 masters |",
+        "| precision | fp32, fp32 master weights |",
         f"{logged[-1]['loss']:.4f} at step 3",
         f"{logged[-1]['validation_loss']:.4f} at step 3",
         rf"data\|set | 1.0 | {fingerprint} |",
@@ -244,7 +244,7 @@ def test_a_run_leaves_its_tokenizer_and_its_facts(pool: RankPool, tmp_path: Path
     assert "## Loss" not in (tmp_path / "bare" / "README.md").read_text()
 
 
-def test_a_tokenizer_that_is_not_there_or_does_not_fit_is_told(run: Path, tmp_path: Path) -> None:
+def test_a_missing_or_mismatched_tokenizer_is_reported(run: Path, tmp_path: Path) -> None:
     exported = export(run, tmp_path / "without")
     assert any("--tokenizer" in note for note in exported.notes)
     assert not list((tmp_path / "without").glob("tokenizer*"))
@@ -252,7 +252,7 @@ def test_a_tokenizer_that_is_not_there_or_does_not_fit_is_told(run: Path, tmp_pa
     from fourfold.data.tokenizer import train_tokenizer
 
     train_tokenizer(["to be or not to be"], 260).save_pretrained(tmp_path / "words")
-    with pytest.raises(ValueError, match="has 260 tokens, the model has rows for 131"):
+    with pytest.raises(ValueError, match="has 260 tokens, the model's vocabulary has 131"):
         export(run, tmp_path / "out", tokenizer=tmp_path / "words")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):

@@ -71,9 +71,9 @@ def everything(shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(0, n) for n in shape)
 
 
-def whole(recipe: InitReplay, name: str = "w", seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    out = torch.full(recipe.shape, math.nan, dtype=dtype)
-    fill_(out, recipe, everything(recipe.shape), name=name, seed=seed)
+def whole(replay: InitReplay, name: str = "w", seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.full(replay.shape, math.nan, dtype=dtype)
+    fill_(out, replay, everything(replay.shape), name=name, seed=seed)
     return out
 
 
@@ -86,7 +86,7 @@ RANDOM_STEPS = [
 
 
 @st.composite
-def recipes(draw: st.DrawFn) -> InitReplay:
+def replays(draw: st.DrawFn) -> InitReplay:
     shape = draw(
         st.one_of(
             st.tuples(st.integers(1, 150_000)),
@@ -107,45 +107,45 @@ def recipes(draw: st.DrawFn) -> InitReplay:
             Step("copy", values=values),
         ]
         chosen = draw(st.sampled_from(extra))
-        steps.append(Step(chosen.kind, chosen.numbers, (start, stop), chosen.values))
+        steps.append(Step(chosen.kind, chosen.arguments, (start, stop), chosen.values))
     if draw(st.booleans()):
         steps += [Step("div", (7.0,)), Step("add", (0.1,)), Step("clamp", (-0.2, 0.2))]
     return InitReplay(shape, tuple(steps))
 
 
-@given(recipe=recipes(), data=st.data())
+@given(replay=replays(), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_pieces_of_any_tiling_are_pieces_of_the_whole(recipe: InitReplay, data: st.DataObject) -> None:
-    expected = whole(recipe)
+def test_slices_of_any_tiling_are_slices_of_the_full_tensor(replay: InitReplay, data: st.DataObject) -> None:
+    expected = whole(replay)
     assert not expected.isnan().any()
     cuts = [
         sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2), label="cuts")})
-        for n in recipe.shape
+        for n in replay.shape
     ]
     for corners in itertools.product(*(list(itertools.pairwise(c)) for c in cuts)):
         index = tuple(slice(lo, hi) for lo, hi in corners)
         out = torch.full_like(expected[index], math.nan)
-        fill_(out, recipe, index, name="w", seed=0)
+        fill_(out, replay, index, name="w", seed=0)
         assert torch.equal(out, expected[index])
 
 
-def test_values_depend_on_seed_and_name_and_differ_between_chunks() -> None:
-    recipe = InitReplay((600, 600), (Step("normal", (0.0, 1.0)),))
-    first = whole(recipe)
-    assert torch.equal(first, whole(recipe))
-    assert not torch.equal(first, whole(recipe, seed=1))
-    assert not torch.equal(first, whole(recipe, name="v"))
+def test_values_depend_on_seed_and_name_and_differ_between_tiles() -> None:
+    replay = InitReplay((600, 600), (Step("normal", (0.0, 1.0)),))
+    first = whole(replay)
+    assert torch.equal(first, whole(replay))
+    assert not torch.equal(first, whole(replay, seed=1))
+    assert not torch.equal(first, whole(replay, name="v"))
     assert first.unique().numel() > 0.98 * first.numel()
 
 
 def test_the_target_may_have_any_dtype_and_strides_and_be_empty() -> None:
-    recipe = InitReplay((300, 500), (Step("normal", (0.0, 1.0)),))
-    expected = whole(recipe)
-    assert torch.equal(whole(recipe, dtype=torch.bfloat16), expected.bfloat16())
+    replay = InitReplay((300, 500), (Step("normal", (0.0, 1.0)),))
+    expected = whole(replay)
+    assert torch.equal(whole(replay, dtype=torch.bfloat16), expected.bfloat16())
     transposed = torch.empty(40, 20).t()
-    fill_(transposed, recipe, (slice(250, 270), slice(240, 280)), name="w", seed=0)
+    fill_(transposed, replay, (slice(250, 270), slice(240, 280)), name="w", seed=0)
     assert torch.equal(transposed, expected[250:270, 240:280])
-    fill_(torch.empty(0, 500), recipe, (slice(7, 7), slice(0, 500)), name="w", seed=0)
+    fill_(torch.empty(0, 500), replay, (slice(7, 7), slice(0, 500)), name="w", seed=0)
     assert whole(InitReplay((), (Step("constant", (3.0,)),))) == 3
 
 
@@ -153,13 +153,13 @@ def test_the_target_may_have_any_dtype_and_strides_and_be_empty() -> None:
     ("shape", "index"),
     [((4, 5), (slice(0, 4), slice(0, 6))), ((4, 5), (slice(0, 4),)), ((3, 5), (slice(0, 4), slice(0, 5)))],
 )
-def test_a_piece_that_does_not_fit_is_refused(shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
+def test_a_slice_that_does_not_fit_is_rejected(shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
     with pytest.raises(ValueError, match="of w"):
         fill_(torch.empty(shape), InitReplay((4, 5), (Step("constant", (0.0,)),)), index, name="w", seed=0)
 
 
 def assert_same_distribution(name: str, ours: Tensor, stock: Tensor) -> None:
-    """As many zeros and ones, and the same mean and standard deviation to some standard errors."""
+    """The same number of zeros and ones, and the same mean and standard deviation within a few standard errors."""
     assert ours.shape == stock.shape
     for constant in (0.0, 1.0):  # a normal draw is exactly zero now and then
         assert abs(int((ours == constant).sum()) - int((stock == constant).sum())) <= (
@@ -175,25 +175,25 @@ def assert_same_distribution(name: str, ours: Tensor, stock: Tensor) -> None:
 def test_filled_weights_are_distributed_like_those_of_the_stock_model(family: str) -> None:
     torch.manual_seed(0)
     stock = build(family)
-    recipes = record_initialization(on_meta(lambda: build(family)))
-    assert recipes.keys() == dict(stock.named_parameters()).keys()
+    replays = record_initialization(on_meta(lambda: build(family)))
+    assert replays.keys() == dict(stock.named_parameters()).keys()
     for name, parameter in stock.named_parameters():
-        assert_same_distribution(name, whole(recipes[name], name), parameter.detach())
+        assert_same_distribution(name, whole(replays[name], name), parameter.detach())
 
 
 def test_gpt2_residual_projections_are_scaled_by_depth() -> None:
-    recipes = record_initialization(on_meta(lambda: build("gpt2")))
-    assert recipes["transformer.h.1.mlp.c_fc.weight"].steps == (Step("normal", (0.0, 0.02)),)
+    replays = record_initialization(on_meta(lambda: build("gpt2")))
+    assert replays["transformer.h.1.mlp.c_fc.weight"].steps == (Step("normal", (0.0, 0.02)),)
     for name in ("attn", "mlp"):
-        (step,) = recipes[f"transformer.h.1.{name}.c_proj.weight"].steps
-        assert step.numbers == pytest.approx((0.0, 0.02 / math.sqrt(2 * 3)))
+        (step,) = replays[f"transformer.h.1.{name}.c_proj.weight"].steps
+        assert step.arguments == pytest.approx((0.0, 0.02 / math.sqrt(2 * 3)))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_padding_row_is_zero_whether_or_not_the_head_is_tied(tied: bool) -> None:
-    recipes = record_initialization(on_meta(lambda: build("llama", tie_word_embeddings=tied)))
-    assert ("lm_head.weight" in recipes) is not tied
-    embedding = whole(recipes["model.embed_tokens.weight"])
+    replays = record_initialization(on_meta(lambda: build("llama", tie_word_embeddings=tied)))
+    assert ("lm_head.weight" in replays) is not tied
+    embedding = whole(replays["model.embed_tokens.weight"])
     assert embedding.count_nonzero(dim=1).eq(0).nonzero().tolist() == [[5]]
 
 
@@ -203,8 +203,8 @@ def test_recording_leaves_no_trace() -> None:
     flagged._is_hf_initialized = True
     parameters = dict(model.named_parameters(remove_duplicate=False))
     random_state, trunc_normal_ = torch.get_rng_state(), nn.init._no_grad_trunc_normal_
-    recipes = record_initialization(model)
-    assert "model.layers.0.mlp.up_proj.weight" in recipes
+    replays = record_initialization(model)
+    assert "model.layers.0.mlp.up_proj.weight" in replays
     assert [m for m in model.modules() if "_is_hf_initialized" in vars(m)] == [flagged]
     after = dict(model.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameter for name, parameter in parameters.items())
@@ -237,9 +237,9 @@ def test_plain_modules_are_initialized_by_reset_parameters() -> None:
         )
 
     stock = make()
-    recipes = record_initialization(on_meta(make))
+    replays = record_initialization(on_meta(make))
     for name, parameter in stock.named_parameters():
-        assert_same_distribution(name, whole(recipes[name], name), parameter.detach())
+        assert_same_distribution(name, whole(replays[name], name), parameter.detach())
 
 
 class Custom(nn.Module):
@@ -307,7 +307,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Tensor], object], str]] = {
 
 
 @pytest.mark.parametrize("rule", [rule for rule, _ in WITHOUT_RECIPE.values()], ids=WITHOUT_RECIPE.keys())
-def test_a_small_parameter_without_a_recipe_is_computed(rule: Callable[[Tensor], object]) -> None:
+def test_a_small_parameter_that_cannot_be_replayed_is_computed(rule: Callable[[Tensor], object]) -> None:
     torch.manual_seed(3)
     stock = Custom(rule).weight
     assert torch.equal(whole(record_initialization(on_meta(lambda: Custom(rule)), seed=3)["weight"]), stock)
@@ -316,7 +316,7 @@ def test_a_small_parameter_without_a_recipe_is_computed(rule: Callable[[Tensor],
 @pytest.mark.parametrize("case", WITHOUT_RECIPE | IMPOSSIBLE)
 def test_what_cannot_be_recorded_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if case in WITHOUT_RECIPE:
-        monkeypatch.setattr(initialize, "LARGEST_COMPUTED", 24 * 10 - 1)
+        monkeypatch.setattr(initialize, "MAX_COMPUTED_ELEMENTS", 24 * 10 - 1)
     rule, reason = (WITHOUT_RECIPE | IMPOSSIBLE)[case]
     model = nn.Module()
     model.block = on_meta(lambda: Custom(rule))
@@ -326,25 +326,25 @@ def test_what_cannot_be_recorded_is_named(case: str, monkeypatch: pytest.MonkeyP
     assert reason in str(error.value)
 
 
-def test_an_initialization_that_reads_large_weights_is_refused() -> None:
+def test_an_initialization_that_reads_large_weights_is_rejected() -> None:
     model = on_meta(lambda: Custom(lambda w: None))
     model.rule = lambda w: w.normal_() if w.sum().item() else None
     with pytest.raises(ValueError, match=r"Custom cannot run without weights .*; load a checkpoint instead"):
         record_initialization(model)
 
 
-def test_a_later_fill_makes_good_what_could_not_be_recorded() -> None:
+def test_a_later_fill_replaces_what_could_not_be_recorded() -> None:
     model = on_meta(lambda: Custom(lambda w: nn.init.ones_(nn.init.orthogonal_(w))))
     assert record_initialization(model)["weight"].steps == (Step("constant", (1.0,)),)
 
 
-def test_a_real_model_is_left_alone() -> None:
+def test_a_model_with_weights_is_not_changed() -> None:
     model = nn.Sequential(nn.Linear(300, 200), nn.BatchNorm1d(200))
     model[1].running_mean.fill_(7)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    recipes = record_initialization(model)
+    replays = record_initialization(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert_same_distribution("0.weight", whole(recipes["0.weight"]), before["0.weight"])
+    assert_same_distribution("0.weight", whole(replays["0.weight"]), before["0.weight"])
 
 
 def spoil(model: nn.Module) -> None:
@@ -356,7 +356,7 @@ def spoil(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_buffers_are_restored_and_parameters_left_alone(family: str) -> None:
+def test_buffers_are_restored_and_parameters_not_changed(family: str) -> None:
     stock = build(family)
     model = on_meta(lambda: build(family)).to_empty(device="cpu")
     spoil(model)
@@ -396,5 +396,5 @@ def test_buffers_that_nothing_sets_are_named_unless_a_checkpoint_holds_them() ->
 def test_a_tensor_left_on_meta_outside_the_buffers_is_named() -> None:
     model = nn.Linear(2, 2, device="meta")
     model.scale = torch.ones(2, device="meta")
-    with pytest.raises(ValueError, match=r"cannot restore scale \(a tensor, but no buffer\)"):
+    with pytest.raises(ValueError, match=r"cannot restore scale \(a tensor, but not a buffer\)"):
         restore_buffers(model.to_empty(device="cpu"), "cpu")

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import struct
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fourfold.hf import safetensors_reader as checkpoint_files
 from fourfold.hf.safetensors_reader import CheckpointFiles
 
 
@@ -63,7 +63,7 @@ def bounds_in(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[slice, ...]:
 @pytest.mark.parametrize("layout", ["file", "folder", "sharded"])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_piece_equals_the_slice_of_the_tensor(
+def test_a_slice_equals_that_of_the_tensor(
     layout: str, single: Path, sharded: Path, tensors: dict[str, Tensor], data: st.DataObject
 ) -> None:
     path = {"file": single, "folder": single.parent, "sharded": sharded}[layout]
@@ -82,57 +82,48 @@ def test_a_piece_equals_the_slice_of_the_tensor(
     assert torch.equal(out, expected)
 
 
-@given(data=st.data(), staging=st.integers(700 * 4, 20_000))
-@settings(max_examples=60, deadline=None)
-def test_any_staging_size_gives_the_same(
-    single: Path, tensors: dict[str, Tensor], data: st.DataObject, staging: int
-) -> None:
-    name = data.draw(st.sampled_from(["fp32", "bf16", "four"]))
-    index = data.draw(bounds_in(tuple(tensors[name].shape)))
-    expected = tensors[name][index].double()
-    out = torch.empty_like(expected)
-    with pytest.MonkeyPatch.context() as patch, CheckpointFiles(single) as files:
-        patch.setattr(checkpoint_files, "STAGING_BYTES", staging)
-        files.read_into(name, out, index)
-    assert torch.equal(out, expected)
+def anonymous_mb() -> float:
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"^Anonymous:\s+(\d+)", rollup, re.M)[1]) / 1024  # type: ignore[index]
 
 
+@pytest.mark.parametrize("index", [piece((1000, 1100), (0, 4096)), piece((0, 4096), (512, 576))])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("name", "index"),
-    [
-        ("fp32", piece((3, 29), (0, 700))),  # rows
-        ("fp32", piece((3, 29), (100, 400))),  # columns of 1,200 bytes
-        ("bf16", piece((4, 9), (0, 20), (0, 60))),
-        ("bf16", piece((4, 9), (5, 16), (0, 60))),  # 1,320 bytes, contiguous over two dims
-        ("fp32", piece((5, 5), (0, 700))),
-        ("scalar", ()),
-    ],
-)
-def test_rows_and_wide_columns_cost_their_own_bytes(
-    single: Path, tensors: dict[str, Tensor], name: str, index: tuple[slice, ...], out_dtype: torch.dtype
+def test_a_slice_along_any_dim_takes_no_memory_besides_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: tuple[slice, ...], out_dtype: torch.dtype
 ) -> None:
-    expected = tensors[name][index]
-    with CheckpointFiles(single) as files:
-        files.read_into(name, torch.empty(expected.shape, dtype=out_dtype), index)
-        assert files.bytes_read == expected.numel() * expected.element_size()
+    tensor = torch.randn(4096, 4096)
+    path = saved(tmp_path / "large.safetensors", {"w": tensor})
+    out = torch.zeros(tensor[index].shape, dtype=out_dtype)
+    grown_mb: list[float] = []
+    copy_ = torch.Tensor.copy_
+
+    def copied(target: Tensor, source: Tensor) -> Tensor:
+        result = copy_(target, source)
+        grown_mb.append(anonymous_mb() - before_mb)  # while the slice is still there
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    files = CheckpointFiles(path)
+    before_mb = anonymous_mb()
+    files.read_into("w", out, index)
+    assert len(grown_mb) == 1
+    assert grown_mb[0] < tensor.nbytes / 2**20 / 8
+    assert torch.equal(out, tensor[index].to(out_dtype))
 
 
-def test_narrow_columns_cost_no_more_than_their_rows(single: Path, tensors: dict[str, Tensor]) -> None:
-    out = torch.empty(20, 8)
-    with CheckpointFiles(single) as files:
-        files.read_into("fp32", out, piece((10, 30), (64, 72)))
-        assert files.bytes_read <= 20 * 700 * 4
-    assert torch.equal(out, tensors["fp32"][10:30, 64:72])
-
-
-def test_narrow_columns_of_very_long_rows_cost_their_own_bytes(tmp_path: Path) -> None:
-    tensor = torch.arange(3 * 40_000).view(3, 40_000)
-    out = torch.empty(3, 8, dtype=torch.int64)
-    with CheckpointFiles(saved(tmp_path / "long.safetensors", {"w": tensor})) as files:
-        files.read_into("w", out, piece((0, 3), (64, 72)))
-        assert files.bytes_read == 3 * 8 * 8
-    assert torch.equal(out, tensor[:, 64:72])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint16])
+def test_tensors_that_begin_at_any_byte_are_cast_to_fp32(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
+    name = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}.get(dtype)
+    name = name or {torch.int8: "I8", torch.uint16: "U16"}[dtype]
+    raw = tensor.to(dtype).view(torch.uint8).numpy().tobytes()
+    header = {"a": entry("U8", [1], 0, 1), "w": entry(name, [3, 4], 1, 1 + len(raw))}
+    path = with_header(tmp_path / "odd.safetensors", header, b"\1" + raw)
+    out = torch.empty(2, 2)
+    with CheckpointFiles(path) as files:
+        files.read_into("w", out, piece((1, 3), (1, 3)))
+    assert torch.equal(out, tensor[1:3, 1:3])
 
 
 def test_a_parameter_that_requires_grad_can_be_read_into(single: Path, tensors: dict[str, Tensor]) -> None:
@@ -145,17 +136,17 @@ def test_a_parameter_that_requires_grad_can_be_read_into(single: Path, tensors: 
 @pytest.mark.parametrize(
     "index", [piece((0, 41), (0, 700)), piece((0, 40)), piece((5, 4), (0, 700)), piece((-1, 3), (0, 4))]
 )
-def test_an_index_outside_the_tensor_is_refused(single: Path, index: tuple[slice, ...]) -> None:
+def test_an_index_outside_the_tensor_is_rejected(single: Path, index: tuple[slice, ...]) -> None:
     with CheckpointFiles(single) as files, pytest.raises(ValueError, match=r"model\.safetensors: index"):
         files.read_into("fp32", torch.empty(0), index)
 
 
-def test_a_target_of_another_shape_is_refused(single: Path) -> None:
+def test_a_target_of_another_shape_is_rejected(single: Path) -> None:
     with CheckpointFiles(single) as files, pytest.raises(ValueError, match="does not fit"):
         files.read_into("fp32", torch.empty(3, 700), piece((0, 2), (0, 700)))
 
 
-def test_unknown_names_and_closed_files_are_refused(single: Path, sharded: Path) -> None:
+def test_unknown_names_and_closed_files_are_errors(single: Path, sharded: Path) -> None:
     for path in (single, sharded):
         with CheckpointFiles(path) as files, pytest.raises(ValueError, match="holds no tensor lm_head"):
             files.shape("lm_head")
@@ -163,16 +154,16 @@ def test_unknown_names_and_closed_files_are_refused(single: Path, sharded: Path)
             files.shape("fp32")
 
 
-def test_pickle_weights_are_refused(tmp_path: Path) -> None:
+def test_pickle_weights_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     for path in (tmp_path, tmp_path / "pytorch_model.bin", tmp_path / "absent"):
         with pytest.raises(ValueError, match="safetensors"):
             CheckpointFiles(path)
 
 
-def with_header(path: Path, header: object, data_bytes: int = 64, *, length: int | None = None) -> Path:
+def with_header(path: Path, header: object, data: bytes = bytes(64), *, length: int | None = None) -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(data_bytes))
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     return path
 
 
@@ -184,61 +175,58 @@ def entry(dtype: str, shape: object, start: object, stop: object) -> dict[str, o
     ("header", "message"),
     [
         (b"", "JSON"),
-        (b"[1, 2]", "list"),
+        (b"[1, 2]", "invalid type: sequence"),
         (b'{"w": ', "JSON"),
-        (b"\xff\xfe", "JSON"),
+        (b"\xff\xfe", "UTF-8"),
         (b"[" * 100_000, "JSON"),
-        (b'{"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "w": {}}', "twice"),
-        ({"w": 3}, "sound dtype"),
-        ({"w": {"dtype": "F32", "shape": [2]}}, "sound dtype"),
-        ({"w": entry("F32", [-1], 0, 4)}, "sound dtype"),
-        ({"w": entry("F32", [True], 0, 4)}, "sound dtype"),
-        ({"w": entry("F32", [1.0], 0, 4)}, "sound dtype"),
-        ({"w": entry("F32", [1], -4, 0)}, "sound dtype"),
-        ({"w": entry("F32", [1] * 65, 0, 4)}, "sound dtype"),
-        ({"w": entry("F32", [20], 0, 80)}, "bytes 0 to 80 of 64"),
-        ({"w": entry("F32", [0], 8, 4)}, "bytes 8 to 4 of 64"),
-        ({"w": entry("F32", [3], 0, 8)}, "8 bytes, but its shape .* needs 12"),
-        ({"w": entry("F32", [2**62, 2**62], 0, 8)}, "8 bytes, but its shape"),
-        (
-            {"v": entry("F32", [4], 0, 16), "w": entry("F32", [4], 12, 28)},
-            "w begins at byte .* before the end of v",
-        ),
+        (b'{"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "w": {}}', "JSON"),
+        ({"w": 3}, "invalid type: integer `3`"),
+        ({"w": {"dtype": "F32", "shape": [2]}}, "missing field `data_offsets`"),
+        ({"w": entry("F32", [-1], 0, 4)}, "integer `-1`"),
+        ({"w": entry("F32", [True], 0, 4)}, "boolean `true`"),
+        ({"w": entry("F32", [1.0], 0, 4)}, "floating point `1.0`"),
+        ({"w": entry("F32", [1], -4, 0)}, "integer `-4`"),
+        ({"w": entry("F32", [1] * 64 + [16], 0, 64)}, "w has 65 dims, more than 64"),
+        ({"w": entry("F32", [20], 0, 80)}, "file not fully covered"),
+        ({"w": entry("F32", [0], 8, 4)}, "invalid offset for tensor `w`"),
+        ({"w": entry("F32", [3], 0, 8)}, "invalid shape, data type, or offset"),
+        ({"w": entry("F32", [2**62, 2**62], 0, 8)}, "overflow"),
+        ({"v": entry("F32", [4], 0, 16), "w": entry("F32", [4], 12, 28)}, "invalid offset for tensor `w`"),
         (
             {"u": entry("U8", [0], 13, 13), "v": entry("F32", [4], 0, 16), "w": entry("F32", [4], 14, 30)},
-            "w begins at byte .* before the end of v",
+            "invalid offset",
         ),
     ],
 )
-def test_a_corrupt_header_is_refused(tmp_path: Path, header: object, message: str) -> None:
+def test_a_corrupt_header_is_rejected(tmp_path: Path, header: object, message: str) -> None:
     path = with_header(tmp_path / "bad.safetensors", header)
     with pytest.raises(ValueError, match=rf"bad\.safetensors: (.|\n)*{message}"):
         CheckpointFiles(path)
 
 
 @pytest.mark.parametrize("length", [10**6, 2**63, 2**64 - 1, 100_000_001])
-def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> None:
+def test_a_header_longer_than_the_file_is_rejected(tmp_path: Path, length: int) -> None:
     path = with_header(tmp_path / "bad.safetensors", {}, length=length)
-    with pytest.raises(ValueError, match=f"claims a header of {length} bytes"):
+    with pytest.raises(ValueError, match=r"bad\.safetensors: .*(header too large|invalid header length)"):
         CheckpointFiles(path)
 
 
-def test_a_file_too_short_for_a_header_is_refused(tmp_path: Path) -> None:
+def test_a_file_too_short_for_a_header_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"1234567")
-    with pytest.raises(ValueError, match="7 bytes"):
+    with pytest.raises(ValueError, match="header too small"):
         CheckpointFiles(tmp_path / "bad.safetensors")
 
 
-def test_a_file_cut_short_after_opening_is_refused(tmp_path: Path) -> None:
+def test_a_file_truncated_after_opening_is_rejected(tmp_path: Path) -> None:
     path = saved(tmp_path / "model.safetensors", {"w": torch.ones(1000)})
     with CheckpointFiles(path) as files:
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - 400)
-        with pytest.raises(ValueError, match="400 bytes too early"):
+        with pytest.raises(ValueError, match="file not fully covered"):
             files.read_into("w", torch.empty(1000), piece((0, 1000)))
 
 
-def test_other_dtypes_are_refused_by_name_but_do_not_hide_the_rest(tmp_path: Path) -> None:
+def test_unsupported_dtypes_are_named_and_do_not_hide_other_tensors(tmp_path: Path) -> None:
     tensors = {
         "w": torch.ones(3),
         "eighth": torch.ones(4).to(torch.float8_e4m3fn),
@@ -268,14 +256,14 @@ def test_other_dtypes_are_refused_by_name_but_do_not_hide_the_rest(tmp_path: Pat
         None,
     ],
 )
-def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, file: object) -> None:
+def test_an_index_that_leaves_its_folder_is_rejected(tmp_path: Path, file: object) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": file}}))
     with pytest.raises(ValueError, match="plain name"):
         CheckpointFiles(tmp_path)
 
 
-def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_disagrees_with_its_files_is_rejected(tmp_path: Path) -> None:
     saved(tmp_path / "a.safetensors", {"v": torch.ones(1)})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "x": "absent.safetensors"}}))

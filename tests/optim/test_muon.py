@@ -13,7 +13,7 @@ from benchmarks.ranks import RankPool
 from fourfold import Grid, Report
 from fourfold.checkpoint import Checkpoints, TrainState
 from fourfold.config.schema import OptimizerSection
-from fourfold.optim.muon import MuonOnShards, split_matrices
+from fourfold.optim.muon import ShardedMuon, split_matrices
 from fourfold.train.loop.optimizers import build_optimizer
 from tests.models import batch, build, local_parameters, part
 
@@ -26,7 +26,7 @@ UNEVEN = {"llama": {"intermediate_size": 36}, "gpt2": {"n_inner": 36}, "qwen2": 
 
 
 class Stock:
-    """The model in one process; which of its matrices Muon takes is written out here by their names."""
+    """The model in one process; the matrices for Muon are listed here by name."""
 
     def __init__(self, kind: str, **muon: Any) -> None:
         self.model = build(kind, **UNEVEN[kind])
@@ -126,7 +126,7 @@ def step_in_the_other_ways(shape: Shape) -> None:
     report = ff.parallelize(model, Grid.create(shape))
     matrices, _ = split_matrices(model)
     group = {"params": matrices, "muon": True, "weight_decay": SECTION.weight_decay}
-    optimizer = MuonOnShards([group], model, report, momentum=SECTION.momentum, **other)
+    optimizer = ShardedMuon([group], model, report, momentum=SECTION.momentum, **other)
     plant_gradients(stock, model, report, seed=0)
     step(optimizer, RATES[0])
     stock.step(RATES[0])
@@ -136,7 +136,7 @@ def step_in_the_other_ways(shape: Shape) -> None:
             assert torch.equal(shard, part(expected, report, report.grid, name)), name
 
 
-def test_the_other_ways_of_muon_are_torchs_too(pool: RankPool) -> None:
+def test_the_other_options_of_muon_match_torch(pool: RankPool) -> None:
     pool.run(step_in_the_other_ways, 8, (1, 2, 2, 2))
 
 
@@ -188,7 +188,7 @@ def train(shape: Shape, kind: str, weights: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "kind", "weights"), [((2, 1, 2, 2), "llama", "fsdp2"), ((1, 2, 2, 2), "gpt2", "streamed")]
 )
-def test_training_is_that_of_one_process(pool: RankPool, shape: Shape, kind: str, weights: str) -> None:
+def test_training_matches_one_process(pool: RankPool, shape: Shape, kind: str, weights: str) -> None:
     pool.run(train, 8, shape, kind, weights)
 
 
@@ -196,7 +196,7 @@ def test_training_is_that_of_one_process(pool: RankPool, shape: Shape, kind: str
 
 
 def whole_momenta(training: TrainState) -> dict[str, Tensor]:
-    """By Hugging Face names; this rank's part of each, at its place, and nothing elsewhere."""
+    """By Hugging Face names: this rank's shard of each tensor at its offset, NaN elsewhere."""
     names = {parameter: name for name, parameter in training.model.named_parameters()}
     found: dict[str, Tensor] = {}
     for parameter, shard in training.optimizer._pairs:  # type: ignore[attr-defined]
@@ -221,7 +221,7 @@ def advance(training: TrainState) -> None:
 
 
 def save(folder: str, shape: Shape, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The momenta that were saved, and the weights of this rank a step later."""
+    """The saved momenta, and the weights of this rank one step later."""
     training = training_on(shape, kind)
     advance(training)
     with Checkpoints(folder) as checkpoints:
@@ -242,7 +242,7 @@ def load(folder: str, shape: Shape, kind: str, weights: str) -> tuple[dict[str, 
 
 
 def together(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """One whole tensor of the ranks' parts, which have to agree where they overlap."""
+    """The full tensor from the shards of all ranks, which have to agree where they overlap."""
     whole = {name: tensor.clone() for name, tensor in ranks[0].items()}
     for other in ranks[1:]:
         for name, tensor in other.items():
@@ -252,7 +252,7 @@ def together(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
-def test_momentum_comes_back_on_another_grid_and_the_run_goes_on(pool: RankPool, tmp_path: Path) -> None:
+def test_momentum_is_restored_on_another_grid(pool: RankPool, tmp_path: Path) -> None:
     saved = pool.run(save, 8, str(tmp_path), (2, 1, 2, 2), "gpt2")
     expected = together([momenta for momenta, _ in saved])
     assert len(expected) == 2 * 4  # c_attn, c_proj, c_fc, c_proj of two blocks
@@ -280,16 +280,16 @@ def refuse() -> None:
     name = next(n for n in report.layouts if n.endswith("c_attn.weight_1"))
     without = [p for p in matrices if p is not model.get_parameter(name)]
     with pytest.raises(ValueError, match=r"h\.0\.attn\.c_attn\.weight is 3072 numbers.* 2048 of them"):
-        MuonOnShards([{"params": without, "muon": True}], model, report, lr=1e-2)
+        ShardedMuon([{"params": without, "muon": True}], model, report, lr=1e-2)
     with pytest.raises(ValueError, match=r"ln_f\.weight has shape \(32,\).*AdamW"):
-        MuonOnShards(
+        ShardedMuon(
             [{"params": [model.get_parameter("transformer.ln_f.weight")], "muon": True}], model, report
         )
     with pytest.raises(ValueError, match=r"'rms' is not known"):
-        MuonOnShards([{"params": matrices, "muon": True}], model, report, adjust_lr_fn="rms")
+        ShardedMuon([{"params": matrices, "muon": True}], model, report, adjust_lr_fn="rms")
 
 
-def test_what_would_not_be_exact_is_refused(pool: RankPool) -> None:
+def test_inexact_requests_are_rejected(pool: RankPool) -> None:
     pool.run(refuse, 2)
     with pytest.raises(ValueError, match=r"matrices of a model's blocks, and Linear has none.*AdamW"):
         split_matrices(nn.Linear(2, 3))

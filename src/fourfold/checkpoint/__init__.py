@@ -1,4 +1,4 @@
-"""Checkpoints that a run can trust: sharded, checked, never half written, readable on any grid."""
+"""Sharded checkpoints: hashed, atomic, without pickle, loadable on any grid."""
 
 from fourfold.checkpoint.save import Checkpoints, SaveError
 from fourfold.checkpoint.state import TrainState

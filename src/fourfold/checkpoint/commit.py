@@ -1,8 +1,8 @@
-"""How a checkpoint comes into being: not at all, or whole.
+"""Commits a checkpoint atomically.
 
-On a disk it is written as ``step-N.tmp``, synced, and renamed to ``step-N``. An object store renames nothing, but
-files appear whole in it: there the manifest, written last, makes the checkpoint. A name that is taken is never
-written to.
+On a disk it is written as ``step-N.tmp``, synced, and renamed to ``step-N``. An object store cannot rename, but a file
+appears in it only when it is complete: there the manifest, written last, commits the checkpoint. An existing checkpoint
+is never overwritten.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from fourfold.checkpoint.folder import FileRecord, Folder
-from fourfold.checkpoint.manifest import MANIFEST, Manifest
+from fourfold.checkpoint.manifest import MANIFEST, CheckpointManifest
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 
@@ -21,7 +21,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's folder; of any other name none."""
+    """The step in the name of a checkpoint's folder; None for any other name."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -31,16 +31,16 @@ def is_committed(root: Folder, step: int) -> bool:
 
 
 def unfinished(root: Folder, step: int) -> Folder:
-    """Where the files of a checkpoint are written."""
+    """The folder that the files of a checkpoint are written to before the commit."""
     return root.child(f"{step_name(step)}.tmp" if root.renames else step_name(step))
 
 
 def begin(root: Folder, step: int) -> None:
-    """Make room for a checkpoint, on one rank; what an earlier attempt left unfinished is removed."""
+    """Create the folder of a checkpoint, on one rank; remove what an interrupted save left there."""
     taken = step_name(step) in root.names() if root.renames else is_committed(root, step)
     if taken:
         raise FileExistsError(
-            f"{root}/{step_name(step)} exists, and a checkpoint is never overwritten; resume from it, save elsewhere, or "
+            f"{root}/{step_name(step)} exists, and a checkpoint is never overwritten; resume from it, save to another folder, or "
             "move it away"
         )
     root.remove(f"{step_name(step)}.tmp" if root.renames else step_name(step))
@@ -48,7 +48,7 @@ def begin(root: Folder, step: int) -> None:
 
 
 def commit(root: Folder, step: int, files: Mapping[str, FileRecord]) -> None:
-    """Make the checkpoint of ``files``, all of them written, on one rank."""
+    """Commit a checkpoint whose ``files`` are all written, on one rank."""
     folder = unfinished(root, step)
     for name, record in sorted(files.items()):
         size = folder.size(name)
@@ -58,6 +58,6 @@ def commit(root: Folder, step: int, files: Mapping[str, FileRecord]) -> None:
                 f"{folder}/{name} was written with {record.size} bytes, but rank 0 sees {seen}; save to a folder that all "
                 "hosts share"
             )
-    folder.write(MANIFEST, [Manifest(step, files).to_bytes()])
+    folder.write(MANIFEST, [CheckpointManifest(step, files).to_bytes()])
     if root.renames:
         root.rename(f"{step_name(step)}.tmp", step_name(step))

@@ -1,7 +1,6 @@
-"""A folder on a disk or behind an fsspec URL: the few operations that a checkpoint needs of it.
+"""A folder on a disk or at an fsspec URL, with the operations that a checkpoint needs.
 
-What `write` has written is there for good when it returns: on a disk after fsync, on an object store once the upload
-is complete.
+A file is durable when `write` returns: on a disk after fsync, on an object store once the upload is complete.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,24 +18,22 @@ import xxhash
 
 from fourfold.untrusted_input import open_file
 
-AT_ONCE_BYTES = (
-    64 * 2**20
-)  # of one call of write: what is hashed between two calls is warm in no cache, and bounded
+MAX_CALL_BYTES = 64 * 2**20  # of one read or write call
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file."""
+    """Size and hash of a file, as the manifest lists them."""
 
     size: int
     xxh3_128: str
 
 
 class Folder(Protocol):
-    """A folder; ``renames`` says whether a folder gets another name at once, or never does."""
+    """A folder; ``renames`` says whether its subfolders can be renamed atomically."""
 
     renames: bool
-    # Shorter pieces are cheaper to read with what lies between them than one by one.
+    # Shorter ranges are cheaper to read together with the bytes between them than one by one.
     worthwhile_bytes: int
 
     def child(self, name: str) -> Folder: ...
@@ -58,10 +55,10 @@ def open_folder(where: str | os.PathLike[str]) -> Folder:
 
 
 class FileCalls:
-    """The system calls that change a folder on a disk; in one place, so that a fault can be planted in each of them."""
+    """The system calls that change a folder on a disk; in one place, so that tests can inject faults into them."""
 
     def write(self, descriptor: int, view: memoryview, path: Path) -> int:
-        # The kernel may take less than it is given.
+        # The kernel may write less than it is given.
         return os.write(descriptor, view)
 
     def fsync(self, descriptor: int, path: Path) -> None:
@@ -81,10 +78,10 @@ calls = FileCalls()
 
 
 class LocalFolder:
-    """On a disk, or on a file system that all ranks share."""
+    """A folder on a disk, or on a file system that all ranks share."""
 
     renames = True
-    worthwhile_bytes = 64 * 1024  # what a disk gives in the time of opening a file
+    worthwhile_bytes = 64 * 1024  # a disk reads as much in the time of opening a file
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,7 +93,7 @@ class LocalFolder:
         return LocalFolder(self.path / name)
 
     def make(self) -> None:
-        """With its parents, and each of them in its parent for good."""
+        """Create the folder and its parents, durably."""
         missing = [p for p in (self.path, *self.path.parents) if not p.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for path in missing:
@@ -116,16 +113,15 @@ class LocalFolder:
         path, digest, size = self.path / name, xxhash.xxh3_128(), 0
         try:
             with open(path, "xb", buffering=0) as file:
-                for part in parts:
-                    view = memoryview(part).cast("B")
-                    while view:
-                        count = calls.write(file.fileno(), view[:AT_ONCE_BYTES], path)
-                        digest.update(view[:count])
-                        size, view = size + count, view[count:]
+                for block in _blocks(parts):
+                    digest.update(block)
+                    while block:
+                        count = calls.write(file.fileno(), block, path)
+                        size, block = size + count, block[count:]
                 calls.fsync(file.fileno(), path)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-                way = "free space there, or save elsewhere"
+                way = "free space there, or save to another folder"
                 raise OSError(
                     error.errno, f"{error.strerror} after {size} bytes; {way}", str(path)
                 ) from error
@@ -137,7 +133,7 @@ class LocalFolder:
             stop = os.fstat(file.fileno()).st_size if stop is None else stop
             parts = []
             while start < stop:
-                part = os.pread(file.fileno(), min(stop - start, AT_ONCE_BYTES), start)
+                part = os.pread(file.fileno(), min(stop - start, MAX_CALL_BYTES), start)
                 if not part:
                     break
                 start += len(part)
@@ -145,7 +141,7 @@ class LocalFolder:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def rename(self, name: str, to: str) -> None:
-        """For good: what was written into it, its new name, all or nothing; an occupied name is an error."""
+        """Rename a folder atomically and durably; an existing target is an error."""
         sync_folder(self.path / name)
         calls.rename(self.path / name, self.path / to)
         sync_folder(self.path)
@@ -155,10 +151,10 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """Behind an fsspec URL: files appear whole or not at all, folders are only a part of their names."""
+    """A folder at an fsspec URL: files appear complete or not at all, folders are only prefixes of names."""
 
     renames = False
-    worthwhile_bytes = 4 * 2**20  # what a store sends in the time of one request
+    worthwhile_bytes = 4 * 2**20  # a store sends as much in the time of one request
 
     def __init__(self, system: Any, path: str, protocol: str) -> None:
         self._system, self._path, self._protocol = system, path.rstrip("/"), protocol
@@ -180,7 +176,7 @@ class RemoteFolder:
         return RemoteFolder(self._system, f"{self._path}/{name}", self._protocol)
 
     def make(self) -> None:
-        # Object stores have no folders; file systems behind fsspec have, and want them made.
+        # Object stores have no folders; other file systems of fsspec need them created.
         self._system.makedirs(self._path, exist_ok=True)
 
     def names(self) -> list[str]:
@@ -199,13 +195,10 @@ class RemoteFolder:
     def write(self, name: str, parts: Iterable[bytes | memoryview]) -> FileRecord:
         digest, size = xxhash.xxh3_128(), 0
         with self._system.open(f"{self._path}/{name}", "wb") as file:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                for start in range(0, len(view), AT_ONCE_BYTES):
-                    piece = view[start : start + AT_ONCE_BYTES]
-                    file.write(piece)
-                    digest.update(piece)
-                    size += len(piece)
+            for block in _blocks(parts):
+                file.write(block)
+                digest.update(block)
+                size += len(block)
         return FileRecord(size, digest.hexdigest())
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -214,7 +207,7 @@ class RemoteFolder:
         return bytes(self._system.cat_file(f"{self._path}/{name}", start=start, end=stop))
 
     def rename(self, name: str, to: str) -> None:
-        # File by file: what `mv` takes for a folder differs from store to store.
+        # File by file: what `mv` does with a folder differs between stores.
         self.child(to).make()
         for file in self.child(name).names():
             self._system.cp_file(f"{self._path}/{name}/{file}", f"{self._path}/{to}/{file}")
@@ -225,8 +218,15 @@ class RemoteFolder:
             self._system.rm(f"{self._path}/{name}", recursive=True)
 
 
+def _blocks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for start in range(0, len(view), MAX_CALL_BYTES):
+            yield view[start : start + MAX_CALL_BYTES]
+
+
 def sync_folder(path: Path) -> None:
-    """Names are for good only when the folder that holds them is synced."""
+    """Sync a folder: only then are the names in it durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         calls.fsync(descriptor, path)

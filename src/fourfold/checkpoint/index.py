@@ -1,4 +1,4 @@
-"""The index: which tensors a checkpoint has, and in which bytes of which file their pieces are. JSON, never pickle."""
+"""The index: the tensors of a checkpoint, and the byte ranges of their chunks in its files. JSON, never pickle."""
 
 from __future__ import annotations
 
@@ -17,47 +17,49 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fourfold.checkpoint.folder import Folder
-from fourfold.checkpoint.manifest import Damaged, dump_json, plain_name, read_json
-from fourfold.hf.safetensors_reader import DTYPES as NUMBERS
+from fourfold.checkpoint.manifest import CorruptCheckpointError, dump_json, read_json
+from fourfold.hf.safetensors_reader import DTYPES as NUMERIC_DTYPES
 from fourfold.hf.safetensors_reader import MAX_DIMS
-from fourfold.untrusted_input import natural
+from fourfold.untrusted_input import natural, plain_name
 
 INDEX = "index.json"
-DTYPES = NUMBERS | {"BOOL": torch.bool}
+DTYPES = NUMERIC_DTYPES | {"BOOL": torch.bool}
 MAX_EMPTY = 1 << 31
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a piece lies: bytes [start, stop) of a file."""
+class ByteRange:
+    """Where a chunk is stored: bytes [start, stop) of a file."""
 
     file: str
     start: int
     stop: int
 
 
-def stored_pieces(metadata: Metadata) -> dict[MetadataIndex, Stored]:
-    return cast(dict[MetadataIndex, Stored], metadata.storage_data)
+def byte_ranges(metadata: Metadata) -> dict[MetadataIndex, ByteRange]:
+    return cast(dict[MetadataIndex, ByteRange], metadata.storage_data)
 
 
 def tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
 
 
-def write_index(metadata: Metadata, stored: dict[MetadataIndex, Stored]) -> bytes:
+def write_index(metadata: Metadata, stored: dict[MetadataIndex, ByteRange]) -> bytes:
     table = {
         name: {
             "dtype": DTYPE_NAMES[tensor.properties.dtype],
             "shape": list(tensor.size),
-            "pieces": [_piece(name, chunk, stored) for chunk in tensor.chunks],
+            "pieces": [_describe_chunk(name, chunk, stored) for chunk in tensor.chunks],
         }
         for name, tensor in tensors(metadata).items()
     }
     return dump_json({"tensors": table})
 
 
-def _piece(name: str, chunk: ChunkStorageMetadata, stored: dict[MetadataIndex, Stored]) -> dict[str, Any]:
+def _describe_chunk(
+    name: str, chunk: ChunkStorageMetadata, stored: dict[MetadataIndex, ByteRange]
+) -> dict[str, Any]:
     where = stored[MetadataIndex(name, chunk.offsets)]
     return {
         "offset": list(chunk.offsets),
@@ -68,47 +70,51 @@ def _piece(name: str, chunk: ChunkStorageMetadata, stored: dict[MetadataIndex, S
 
 
 def read_index(folder: Folder, sizes: dict[str, int]) -> Metadata:
-    """The index of a checkpoint whose files have these ``sizes``, as DCP's planners want it."""
+    """The index of a checkpoint whose files have these ``sizes``, as the metadata that DCP's planners take."""
     table = read_json(folder, INDEX).get("tensors")
     if not isinstance(table, dict):
-        raise Damaged(f"{folder}/{INDEX}: has no table of tensors")
-    stored: dict[MetadataIndex, Stored] = {}
+        raise CorruptCheckpointError(f"{folder}/{INDEX}: has no object 'tensors'")
+    stored: dict[MetadataIndex, ByteRange] = {}
     found = {}
     for name, fields in table.items():
         try:
             found[name] = _read_tensor(name, fields, sizes, stored)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"{folder}/{INDEX}: {name!r:.200} is not sound ({error!r:.200})") from error
+            raise CorruptCheckpointError(
+                f"{folder}/{INDEX}: {name!r:.200} is not valid ({error!r:.200})"
+            ) from error
     return Metadata(found, storage_data=stored)  # type: ignore[arg-type]
 
 
 def _read_tensor(
-    name: str, fields: Any, sizes: dict[str, int], stored: dict[MetadataIndex, Stored]
+    name: str, fields: Any, sizes: dict[str, int], stored: dict[MetadataIndex, ByteRange]
 ) -> TensorStorageMetadata:
-    dtype, whole = DTYPES[fields["dtype"]], _naturals(fields["shape"])
-    if not math.prod(whole) and math.prod(n or 1 for n in whole) > MAX_EMPTY:
-        # No file is too short for it, and who reads it row by row would never end.
-        raise ValueError(f"nothing, in the shape {list(whole)}")
+    dtype, shape_of_tensor = DTYPES[fields["dtype"]], _naturals(fields["shape"])
+    if not math.prod(shape_of_tensor) and math.prod(n or 1 for n in shape_of_tensor) > MAX_EMPTY:
+        # It needs no bytes, so no file is too short for it, but reading it row by row would never end.
+        raise ValueError(f"an empty tensor of the shape {list(shape_of_tensor)} is too large")
     chunks = []
-    for piece in fields["pieces"]:
-        offset, shape = _naturals(piece["offset"]), _naturals(piece["shape"])
-        start, stop = _naturals(piece["bytes"])
-        file = plain_name(piece["file"])
-        if any(o + n > size for o, n, size in zip(offset, shape, whole, strict=True)):
-            raise ValueError(f"a piece of {list(shape)} at {list(offset)} does not lie in {list(whole)}")
+    for chunk in fields["pieces"]:
+        offset, shape = _naturals(chunk["offset"]), _naturals(chunk["shape"])
+        start, stop = _naturals(chunk["bytes"])
+        file = plain_name(chunk["file"])
+        if any(o + n > size for o, n, size in zip(offset, shape, shape_of_tensor, strict=True)):
+            raise ValueError(
+                f"a chunk of {list(shape)} at {list(offset)} is not within {list(shape_of_tensor)}"
+            )
         if not start <= stop <= sizes[file] or stop - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(
-                f"{list(shape)} of {dtype} does not lie in bytes {start} to {stop} of {sizes[file]}"
+                f"{list(shape)} of {dtype} does not fit bytes {start} to {stop} of {sizes[file]}"
             )
         chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
-        stored[MetadataIndex(name, offset)] = Stored(file, start, stop)
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(whole) or _overlap(chunks):
-        raise ValueError(f"its {len(chunks)} pieces do not make up {list(whole)}")
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(whole), chunks)
+        stored[MetadataIndex(name, offset)] = ByteRange(file, start, stop)
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape_of_tensor) or _overlap(chunks):
+        raise ValueError(f"its {len(chunks)} chunks do not make up {list(shape_of_tensor)}")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape_of_tensor), chunks)
 
 
 def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Do two pieces share a number? Then, for all their size, another one is in none."""
+    """Do two chunks overlap? Then, as their sizes add up to the tensor's, another element is in none."""
     boxes = [
         [(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
         for chunk in chunks
@@ -116,15 +122,15 @@ def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
     ]
     if len(boxes) < 2 or not boxes[0]:
         return len(boxes) > 1
-    # From one end to the other along the dim that is cut most: only what is open at the same time is compared.
+    # Sweep along the dim that is split most: only chunks that are open at the same time are compared.
     dim = max(range(len(boxes[0])), key=lambda d: len({box[d] for box in boxes}))
-    now: list[list[tuple[int, int]]] = []
+    active: list[list[tuple[int, int]]] = []
     for box in sorted(boxes, key=lambda box: box[dim]):
-        now = [other for other in now if other[dim][1] > box[dim][0]]
-        for other in now:
+        active = [other for other in active if other[dim][1] > box[dim][0]]
+        for other in active:
             if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
                 return True
-        now.append(box)
+        active.append(box)
     return False
 
 

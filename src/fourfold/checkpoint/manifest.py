@@ -1,6 +1,6 @@
 """The manifest: every file of a checkpoint with its size and hash, written last.
 
-A checkpoint without it is none. What it does not name is never read.
+A folder without a manifest is not a checkpoint. Files that the manifest does not list are never read.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 import xxhash
 
 from fourfold.checkpoint.folder import FileRecord, Folder
-from fourfold.untrusted_input import natural, word
+from fourfold.untrusted_input import natural, parse_json, plain_name, word
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-MAX_JSON_BYTES = 2**30  # so that a damaged or planted file does not fill the memory
-BLOCK_BYTES = 16 * 2**20  # of a file at a time, when it is hashed
+MAX_JSON_BYTES = 2**30  # so that a corrupt or hostile file does not fill the memory
+BLOCK_BYTES = 16 * 2**20  # hashed at a time
 
 
-class Damaged(ValueError):
-    """A checkpoint that is not what was written; the message names the file."""
+class CorruptCheckpointError(ValueError):
+    """A checkpoint differs from what was written; the message names the file."""
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint consists of."""
+class CheckpointManifest:
+    """The files of a checkpoint."""
 
     step: int
     files: Mapping[str, FileRecord]
 
     def to_bytes(self) -> bytes:
-        """With a hash of itself: it is the one file that no manifest names."""
+        """As JSON with a hash of itself, because no manifest lists the manifest."""
         body = {
             "format": FORMAT,
             "step": self.step,
@@ -42,40 +42,42 @@ class Manifest:
         return dump_json({**body, "xxh3_128": xxhash.xxh3_128_hexdigest(dump_json(body))})
 
 
-def read_manifest(folder: Folder, step: int) -> Manifest:
-    """The manifest of the checkpoint in ``folder``; `Damaged` if there is no sound one of ``step``."""
+def read_manifest(folder: Folder, step: int) -> CheckpointManifest:
+    """The manifest of the checkpoint in ``folder``; `CorruptCheckpointError` if there is no valid one of ``step``."""
     body = read_json(folder, MANIFEST)
     said = body.pop("xxh3_128", None)
     found = xxhash.xxh3_128_hexdigest(dump_json(body))
     if said != found:
-        raise Damaged(f"{folder}/{MANIFEST}: its hash is {found}, but it says {said!r:.80}")
+        raise CorruptCheckpointError(f"{folder}/{MANIFEST}: its hash is {found}, but it says {said!r:.80}")
     if body.get("format") != FORMAT:
-        raise Damaged(
+        raise CorruptCheckpointError(
             f"{folder}/{MANIFEST}: is of format {body.get('format')!r:.80}, this version reads {FORMAT}; use the version "
             "of Fourfold that wrote it"
         )
     if body.get("step") != step:
-        raise Damaged(f"{folder}/{MANIFEST}: is of step {body.get('step')!r:.80}, but lies in that of {step}")
+        raise CorruptCheckpointError(
+            f"{folder}/{MANIFEST}: is of step {body.get('step')!r:.80}, but is in the folder of step {step}"
+        )
     try:
         files = {
             plain_name(name): FileRecord(natural(record["size"]), word(record["xxh3_128"]))
             for name, record in body["files"].items()
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Damaged(f"{folder}/{MANIFEST}: has no sound list of files ({error})") from error
-    return Manifest(step, files)
+        raise CorruptCheckpointError(f"{folder}/{MANIFEST}: has no valid list of files ({error})") from error
+    return CheckpointManifest(step, files)
 
 
 def find_damage(
     folder: Folder, step: int, *, part: int = 0, parts: int = 1, hashes: bool = True
 ) -> list[str]:
-    """What is wrong with a checkpoint, file by file; empty if nothing.
+    """The problems of a checkpoint's files; empty if there are none.
 
     ``parts`` ranks share the files; without ``hashes`` only sizes are compared.
     """
     try:
         manifest = read_manifest(folder, step)
-    except Damaged as error:
+    except CorruptCheckpointError as error:
         return [str(error)]
     damage = []
     for name, record in sorted(manifest.files.items())[part::parts]:
@@ -98,13 +100,6 @@ def hash_file(folder: Folder, name: str, size: int) -> str:
     return digest.hexdigest()
 
 
-def plain_name(name: Any) -> str:
-    """A file's name that leads to no other folder."""
-    if not isinstance(name, str) or not name or name.startswith(".") or set(name) & set("/\\:\0"):
-        raise ValueError(f"{name!r:.80} is not the plain name of a file")
-    return name
-
-
 # -- JSON --------------------------------------------------------------------------------------------------------------
 
 
@@ -115,13 +110,12 @@ def dump_json(value: Any) -> bytes:
 def read_json(folder: Folder, name: str) -> dict[str, Any]:
     size = folder.size(name)
     if size is None:
-        raise Damaged(f"{folder}/{name}: is missing")
+        raise CorruptCheckpointError(f"{folder}/{name}: is missing")
     if size > MAX_JSON_BYTES:
-        raise Damaged(f"{folder}/{name}: has {size} bytes, more than the limit of {MAX_JSON_BYTES}")
+        raise CorruptCheckpointError(
+            f"{folder}/{name}: has {size} bytes, more than the limit of {MAX_JSON_BYTES}"
+        )
     try:
-        value = json.loads(folder.read(name))
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{folder}/{name}: has no sound JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise Damaged(f"{folder}/{name}: has JSON of type {type(value).__name__} instead of an object")
-    return value
+        return parse_json(folder.read(name), f"{folder}/{name}:")
+    except ValueError as error:
+        raise CorruptCheckpointError(str(error)) from error

@@ -1,4 +1,4 @@
-"""The state of an optimizer by the names of Hugging Face tensors: pieces where those of the weights are."""
+"""Optimizer state by the names of Hugging Face tensors, sharded like the weights."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fourfold.checkpoint.pieces import Held, Piece
-from fourfold.hf.parameter_layout import Layout
+from fourfold.checkpoint.local_shards import LocalShard, LocalShards
+from fourfold.hf.parameter_layout import ParameterLayout
 
 PREFIX = "optimizer."
-# How a step is computed, on this device, is the run's own matter, and not the checkpoint's.
-HOW = ("fused", "foreach", "capturable")
+# How a step is computed on this device is up to the run, not to the checkpoint.
+IMPLEMENTATION_OPTIONS = ("fused", "foreach", "capturable")
 
 
 def capture(
-    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, Layout]
-) -> tuple[dict[str, Held], list[dict[str, Any]]]:
-    """The tensors of its state, and the options of its groups."""
-    tensors: dict[str, Held] = {}
+    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, ParameterLayout]
+) -> tuple[dict[str, LocalShards], list[dict[str, Any]]]:
+    """The tensors of the optimizer's state, and the options of its groups."""
+    tensors: dict[str, LocalShards] = {}
     for layout, parameter, key in _parameters(optimizer, model, layouts):
         for kind, value in optimizer.state.get(key, {}).items():
-            if value is not None:  # a momentum that has not begun
+            if value is not None:  # a momentum that has not started
                 name = f"{PREFIX}{layout.hf_name}.{kind}"
-                tensors.setdefault(name, Held()).add(_piece(name, value, parameter, layout))
+                tensors.setdefault(name, LocalShards()).add(_local_shard(name, value, parameter, layout))
     return tensors, _groups(optimizer, model, layouts)
 
 
 def restore(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, ParameterLayout],
     stored: Mapping[str, TensorStorageMetadata],
     groups: list[dict[str, Any]],
-) -> dict[str, Held]:
-    """Set the options, and make room for the tensors that ``stored`` names: those to be filled."""
+) -> dict[str, LocalShards]:
+    """Set the options, and allocate and return the tensors that ``stored`` names, to be filled."""
     _restore_groups(optimizer, model, layouts, groups)
     wanted: dict[str, dict[str, TensorStorageMetadata]] = {}
     for full_name, tensor in stored.items():
@@ -48,63 +48,63 @@ def restore(
             wanted.setdefault(name, {})[kind] = tensor
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     optimizer.state.clear()
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, LocalShards] = {}
     known = set()
     for layout, parameter, key in _parameters(optimizer, model, layouts):
         known.add(layout.hf_name)
         for kind, tensor in wanted.get(layout.hf_name, {}).items():
             name = f"{PREFIX}{layout.hf_name}.{kind}"
-            optimizer.state[key][kind] = value = _room(tensor, parameter, key, layout, options[id(key)])
-            tensors.setdefault(name, Held()).add(_piece(name, value, parameter, layout))
+            optimizer.state[key][kind] = value = _allocate(tensor, parameter, key, layout, options[id(key)])
+            tensors.setdefault(name, LocalShards()).add(_local_shard(name, value, parameter, layout))
     if unknown := set(wanted) - known:
         raise ValueError(
             f"the checkpoint has the optimizer's state of {len(unknown)} tensors that this optimizer does not have, "
-            f"{min(unknown)} among them; give it the parameters that it had"
+            f"{min(unknown)} among them; give it the same parameters as at the save"
         )
     return tensors
 
 
 def _parameters(
-    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, Layout]
-) -> Iterable[tuple[Layout, nn.Parameter, Tensor]]:
-    """Layout, parameter, and the tensor that the optimizer knows it by: with `sharded_optimizer` that is another one."""
+    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, ParameterLayout]
+) -> Iterable[tuple[ParameterLayout, nn.Parameter, Tensor]]:
+    """Layout, parameter, and the key of its state: with `sharded_optimizer` that is another tensor."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = [(p, p) for group in optimizer.param_groups for p in group["params"]]
     for parameter, key in getattr(optimizer, "_pairs", own):
         if parameter not in names:
             raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; make the optimizer "
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model; make the optimizer "
                 "after parallelize(model, grid)"
             )
         yield layouts[names[parameter]], parameter, key
 
 
-def _piece(name: str, value: Any, parameter: nn.Parameter, layout: Layout) -> Piece:
+def _local_shard(name: str, value: Any, parameter: nn.Parameter, layout: ParameterLayout) -> LocalShard:
     if isinstance(value, DTensor):
-        return Piece.of(value, layout)
+        return LocalShard.of(value, layout)
     if isinstance(value, Tensor) and value.ndim == 0:
-        return Piece.of(value)  # counts the steps, the same on all ranks
-    place = Piece.of(parameter, layout)
+        return LocalShard.of(value)  # the step count, the same on all ranks
+    place = LocalShard.of(parameter, layout)
     if isinstance(value, Tensor) and value.shape == place.local.shape:
         return place.with_local(value)
     shape = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(
-        f"{name} is {shape}, neither a number nor a shard of {tuple(place.local.shape)}; use an optimizer that works on each "
-        "number for itself"
+        f"{name} is {shape}, neither a scalar nor a shard of {tuple(place.local.shape)}; use an element-wise "
+        "optimizer"
     )
 
 
-def _room(
+def _allocate(
     stored: TensorStorageMetadata,
     parameter: nn.Parameter,
     key: Tensor,
-    layout: Layout,
+    layout: ParameterLayout,
     options: dict[str, Any],
 ) -> Tensor:
     dtype = stored.properties.dtype
     if tuple(stored.size) == layout.hf_shape:
         return torch.zeros_like(key, dtype=dtype, requires_grad=False)
-    # As torch.optim itself does: the count stays on the host unless the device is to read it.
+    # As in torch.optim: the step count stays on the host unless the device reads it.
     on_device = options.get("capturable") or options.get("fused")
     return torch.zeros(tuple(stored.size), dtype=dtype, device=parameter.device if on_device else "cpu")
 
@@ -113,7 +113,7 @@ def _room(
 
 
 def _groups(
-    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, Layout]
+    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, ParameterLayout]
 ) -> list[dict[str, Any]]:
     names = {id(key): layout.hf_name for layout, _, key in _parameters(optimizer, model, layouts)}
     groups = []
@@ -129,7 +129,7 @@ def _plain(group: int, key: str, value: Any) -> Any:
         json.dumps(value)
     except TypeError:
         raise ValueError(
-            f"{key!r} of the optimizer's group {group} is a {type(value).__name__}, which JSON cannot hold; use numbers, words "
+            f"{key!r} of the optimizer's group {group} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings "
             "and lists"
         ) from None
     return value
@@ -138,23 +138,23 @@ def _plain(group: int, key: str, value: Any) -> Any:
 def _restore_groups(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, ParameterLayout],
     saved: list[dict[str, Any]],
 ) -> None:
     now = _groups(optimizer, model, layouts)
     if len(now) != len(saved):
         raise ValueError(
-            f"the optimizer has {len(now)} groups, in the checkpoint it has {len(saved)}; make as many"
+            f"the optimizer has {len(now)} groups, in the checkpoint it has {len(saved)}; use the same number"
         )
     for i, (group, mine, theirs) in enumerate(zip(optimizer.param_groups, now, saved, strict=True)):
         if mine["parameters"] != theirs["parameters"]:
             other = min({*mine["parameters"]} ^ {*theirs["parameters"]})
             raise ValueError(
                 f"group {i} of the optimizer has {len(mine['parameters'])} tensors, in the checkpoint "
-                f"{len(theirs['parameters'])}: {other} is in one of them only; group the parameters as they were"
+                f"{len(theirs['parameters'])}: {other} is in one of them only; use the same groups as at the save"
             )
         for key, value in theirs["options"].items():
-            if key in HOW:
+            if key in IMPLEMENTATION_OPTIONS:
                 continue
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which is the newest that is whole, and which may go."""
+"""Lists checkpoints, finds the newest valid one, removes old ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fourfold.checkpoint.manifest import MANIFEST
 def steps(root: Folder) -> list[int]:
     """The steps whose checkpoints were committed, oldest first.
 
-    On a disk a checkpoint gets its name when it is whole: one that has lost its manifest is damaged, not unfinished.
+    On a disk a checkpoint gets its name when it is complete: one without a manifest is damaged, not unfinished.
     """
     found = [step for name in root.names() if (step := step_of(name)) is not None]
     return sorted(step for step in found if root.renames or is_committed(root, step))
 
 
 def unfinished_names(root: Folder) -> list[str]:
-    """What interrupted saves and interrupted removals have left, and what was set aside."""
+    """What interrupted saves and removals left, and checkpoints that were set aside."""
     committed = {step_name(step) for step in steps(root)}
     return [name for name in root.names() if name.startswith("step-") and name not in committed]
 
@@ -27,7 +27,7 @@ def unfinished_names(root: Folder) -> list[str]:
 def newest_valid(
     committed: list[int], find_damage: Callable[[int], list[str]]
 ) -> tuple[int | None, dict[int, list[str]]]:
-    """The newest of the steps without damage, and the damage of those that are newer."""
+    """The newest undamaged step, and the damage of the newer ones."""
     damaged: dict[int, list[str]] = {}
     for step in sorted(committed, reverse=True):
         damage = find_damage(step)
@@ -38,7 +38,7 @@ def newest_valid(
 
 
 def outdated(committed: list[int], keep: int, saved: int) -> list[int]:
-    """The steps to remove so that ``keep`` stay, the one just ``saved`` in any case.
+    """The steps to remove so that the ``keep`` newest remain, and always the one just ``saved``.
 
     Example:
         >>> outdated([100, 200, 300, 400], keep=3, saved=400)
@@ -50,14 +50,14 @@ def outdated(committed: list[int], keep: int, saved: int) -> list[int]:
 
 
 def remove(root: Folder, old: list[int]) -> None:
-    """The manifest goes first: a removal that is interrupted leaves no checkpoint instead of half of one."""
+    """Remove checkpoints, the manifest first: an interrupted removal leaves no half of a valid checkpoint."""
     for step in old:
         root.child(step_name(step)).remove(MANIFEST)
         root.remove(step_name(step))
 
 
 def set_aside(root: Folder, step: int, why: str) -> str:
-    """Rename a checkpoint, so that its step can be saved again and somebody can look at it; its new name."""
+    """Rename a checkpoint, so that its step can be saved again and it can be inspected; returns its new name."""
     taken = set(root.names())
     new = next(name for i in range(len(taken) + 1) if (name := f"{step_name(step)}.{why}-{i}") not in taken)
     root.rename(step_name(step), new)

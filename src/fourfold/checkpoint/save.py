@@ -1,7 +1,7 @@
-"""Saving while training goes on, and loading what is whole.
+"""Asynchronous saves, and loading of the newest valid checkpoint.
 
-A save copies what it needs and returns; a thread writes, on a process group of its own, because a collective of two
-threads on one group would wait for each other for ever.
+A save copies the state and returns; a thread writes it, on its own process group, because collectives of two threads on
+one group would deadlock.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fourfold.checkpoint import retention, state
 from fourfold.checkpoint.commit import step_name
 from fourfold.checkpoint.folder import Folder, open_folder
 from fourfold.checkpoint.index import tensors
+from fourfold.checkpoint.local_shards import LoadPlanner, SavePlanner
 from fourfold.checkpoint.manifest import find_damage
-from fourfold.checkpoint.pieces import LoadPlanner, SavePlanner
 from fourfold.checkpoint.state import Snapshot, TrainState
 from fourfold.checkpoint.storage import Reader, Writer
 
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 
 class SaveError(OSError):
-    """A checkpoint was not saved; raised on all ranks, by the call that follows the save."""
+    """A checkpoint was not saved; raised on all ranks, by the next call after the save."""
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a folder or under an fsspec URL. All ranks make it, and call it alike.
+    """The checkpoints of a run, in a folder or at an fsspec URL. All ranks create it and make the same calls.
 
-    ``keep`` of the newest stay; older ones are removed once the newest has been read back and is whole.
-    ``timeout_s`` bounds how long ranks wait for each other.
+    The ``keep`` newest remain; older ones are removed once the newest has been read back and is valid.
+    ``timeout_s`` limits how long ranks wait for each other.
 
     Example:
         >>> with Checkpoints("runs/one", keep=3) as checkpoints:  # doctest: +SKIP
-        ...     checkpoints.load(training)  # goes on from the newest valid one, if there is one
+        ...     checkpoints.load(training)  # resumes from the newest valid one, if there is one
         ...     checkpoints.save(training)  # returns once it is copied
     """
 
@@ -60,13 +60,13 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._thread: threading.Thread | None = None
-        self.saving: int | None = None  # the step of a save that nobody has waited for yet
+        self.saving: int | None = None  # the step of a save that has not been waited for
         self._error: SaveError | None = None
 
     def save(self, training: TrainState) -> None:
-        """Begin to save, as ``step-N`` with N = ``training.step``; training may go on when this returns.
+        """Start saving ``step-N``, with N = ``training.step``; training may continue when this returns.
 
-        Waits for the save before, and raises if that one failed.
+        Waits for the previous save, and raises if that one failed.
         """
         self.wait()
         snapshot = state.capture(training).staged()
@@ -77,7 +77,7 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the save that was begun is done; raises on all ranks if it failed on any."""
+        """Wait for the save in progress; raises on all ranks if it failed on any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = self.saving = None
@@ -86,16 +86,16 @@ class Checkpoints:
             raise error
 
     def load(self, training: TrainState, step: int | None = None, *, before: int | None = None) -> int | None:
-        """Set the run to a checkpoint, by default the newest valid one; its step, or None if there is none at all.
+        """Load a checkpoint, by default the newest valid one; returns its step, or None if there is no checkpoint.
 
-        With ``before``, a step, the newest valid one from before it; later ones are set aside.
+        With ``before``, load the newest valid one before that step and set the later ones aside.
 
-        Every file is hashed first, each by one rank. Checkpoints that are damaged and newer are set aside. If
-        there are checkpoints and none is valid, that is an error: nobody wants to begin anew without knowing.
+        Every file is hashed first, each by one rank. Newer checkpoints that are damaged are set aside. If there are
+        checkpoints but none is valid, that is an error: a run never starts over silently.
         """
         self.wait()
         if before is not None:
-            self._undo_from(before)
+            self._set_aside_from(before)
         step = self._newest() if step is None else self._checked(step)
         if step is None:
             return None
@@ -107,17 +107,17 @@ class Checkpoints:
                 cast(Any, targets), storage_reader=reader, planner=LoadPlanner(), process_group=self._group
             )
         except CheckpointException as error:
-            raise ValueError(f"{reader.folder} cannot be loaded:\n{_words(error)}") from error
+            raise ValueError(f"{reader.folder} cannot be loaded:\n{_error_text(error)}") from error
         state.resume(training, values)
         return step
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, oldest first; the same on all ranks."""
+        """The steps of the committed checkpoints, oldest first; the same on all ranks."""
         self.wait()
-        return self._from_first(lambda: retention.steps(self.root))
+        return self._on_rank_0(lambda: retention.steps(self.root))
 
     def close(self) -> None:
-        """Wait for the last save, and end the process group."""
+        """Wait for the last save, and destroy the process group."""
         try:
             self.wait()
         finally:
@@ -132,10 +132,10 @@ class Checkpoints:
         if kind is None:
             self.close()
         elif self._thread is not None:
-            # What went wrong first is what is to be seen; a save under way may still end well.
+            # The first error is the one to report; a save in progress may still succeed.
             self._thread.join()
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    # -- the saving thread ---------------------------------------------------------------------------------------------------
 
     def _save(self, step: int, snapshot: Snapshot) -> None:
         failures: list[str] = []
@@ -150,29 +150,33 @@ class Checkpoints:
             )
             outcome = "was saved, but older checkpoints were not removed"
             failures = self._retain(step)
-        except BaseException as error:  # CheckpointException, of all ranks, is no Exception
+        except (
+            BaseException
+        ) as error:  # CheckpointException, with the errors of all ranks, is not an Exception
             failures = [
-                _words(error) if isinstance(error, CheckpointException) else f"rank {self._rank}: {error!r}"
+                _error_text(error)
+                if isinstance(error, CheckpointException)
+                else f"rank {self._rank}: {error!r}"
             ]
         if failures:
             self._error = SaveError(f"{self.root}/{step_name(step)} {outcome}:\n" + "\n".join(failures))
 
     def _retain(self, newest: int) -> list[str]:
-        """Remove what is older than the ``keep`` newest, if the newest is whole when it is read back."""
+        """Remove all but the ``keep`` newest, if the newest is valid when it is read back."""
         keep = self.keep
         if keep is None:
             return []
-        # What was just saved stays, also when a run that was set back saves before what it had saved.
-        old = self._from_first(lambda: retention.outdated(retention.steps(self.root), keep, newest))
+        # The checkpoint just saved stays, also if a rolled-back run saves an earlier step than before.
+        old = self._on_rank_0(lambda: retention.outdated(retention.steps(self.root), keep, newest))
         if not old:
             return []
         damage = self._damage(newest)
         if damage:
-            return [f"it is damaged when read back, so {', '.join(map(step_name, old))} stay", *damage]
-        self._from_first(lambda: retention.remove(self.root, old))
+            return [f"it is damaged when read back, so {', '.join(map(step_name, old))} are kept", *damage]
+        self._on_rank_0(lambda: retention.remove(self.root, old))
         return []
 
-    # -- agreement of all ranks ---------------------------------------------------------------------------------------
+    # -- agreement between ranks ---------------------------------------------------------------------------------------
 
     def _newest(self) -> int | None:
         committed = self.steps()
@@ -180,18 +184,20 @@ class Checkpoints:
         if committed and step is None:
             lines = "\n".join(line for damage in damaged.values() for line in damage[:3])
             raise ValueError(
-                f"none of the {len(committed)} checkpoints in {self.root} is valid; give another folder to begin anew\n{lines}"
+                f"none of the {len(committed)} checkpoints in {self.root} is valid; give another folder to start over\n{lines}"
             )
         for bad, damage in damaged.items():
-            name = self._from_first(lambda bad=bad: retention.set_aside(self.root, bad, "damaged"))  # type: ignore[misc]
-            logger.warning("%s is damaged and now called %s: %s", step_name(bad), name, "; ".join(damage[:3]))
+            name = self._on_rank_0(lambda bad=bad: retention.set_aside(self.root, bad, "damaged"))  # type: ignore[misc]
+            logger.warning(
+                "%s is damaged and is now called %s: %s", step_name(bad), name, "; ".join(damage[:3])
+            )
         return step
 
-    def _undo_from(self, first: int) -> None:
-        committed = self._from_first(lambda: retention.steps(self.root))
+    def _set_aside_from(self, first: int) -> None:
+        committed = self._on_rank_0(lambda: retention.steps(self.root))
         for step in (s for s in committed if s >= first):
-            name = self._from_first(lambda step=step: retention.set_aside(self.root, step, "undone"))  # type: ignore[misc]
-            logger.warning("%s is of steps that are undone, and now called %s", step_name(step), name)
+            name = self._on_rank_0(lambda step=step: retention.set_aside(self.root, step, "undone"))  # type: ignore[misc]
+            logger.warning("%s is after the step rolled back to, and is now called %s", step_name(step), name)
 
     def _checked(self, step: int) -> int:
         committed = self.steps()
@@ -212,12 +218,12 @@ class Checkpoints:
         return sorted({line for lines in self._gather(mine) for line in lines})
 
     def _gather(self, mine: T) -> list[T]:
-        everyones: list[Any] = [None] * self._ranks
-        dist.all_gather_object(everyones, mine, group=self._group)
-        return everyones
+        gathered: list[Any] = [None] * self._ranks
+        dist.all_gather_object(gathered, mine, group=self._group)
+        return gathered
 
-    def _from_first(self, work: Callable[[], T]) -> T:
-        """What rank 0 computes, on all ranks; if it fails, it fails on all."""
+    def _on_rank_0(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on rank 0 and return its result on all ranks; if it fails, it fails on all."""
         answer: list[Any] = [None, None]
         if self._rank == 0:
             try:
@@ -230,8 +236,8 @@ class Checkpoints:
         return cast(T, answer[0])
 
 
-def _words(error: CheckpointException) -> str:
-    """The errors of all ranks, without their traces."""
+def _error_text(error: CheckpointException) -> str:
+    """The errors of all ranks, without their tracebacks."""
     return "\n".join(
         f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items())
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: all that decides how a run goes on, and nothing that depends on the grid."""
+"""The contents of a checkpoint: all state that determines how a run continues, independent of the grid."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fourfold.checkpoint import optimizer as optimizers
 from fourfold.checkpoint.folder import Folder
-from fourfold.checkpoint.manifest import Damaged, read_json
-from fourfold.checkpoint.pieces import Held, Piece
+from fourfold.checkpoint.local_shards import LocalShard, LocalShards
+from fourfold.checkpoint.manifest import CorruptCheckpointError, read_json
 from fourfold.parallel.dropout import seed_ranks
 from fourfold.parallel.report import Report
 from fourfold.untrusted_input import natural, word
 
 MODEL = "model."
-VALUES = "state.json"  # all that is no tensor
+VALUES = "state.json"  # everything except tensors
 
 
 @dataclass
 class TrainState:
-    """A run as far as it is saved; `Checkpoints.load` sets ``step``, ``seed`` and ``data`` to those of the checkpoint.
+    """The state of a run that is saved; `Checkpoints.load` sets ``step``, ``seed`` and ``data`` from the checkpoint.
 
-    ``schedule`` is anything with `state_dict` and `load_state_dict` of plain values, as torch's are. ``data`` are
-    counters over all ranks, so that any grid can go on from them. Random numbers are not saved but follow from
-    ``seed`` and ``step``: call `seed_ranks(grid, seed, step)` before each step.
+    ``schedule`` is any object with `state_dict` and `load_state_dict` of plain values, like torch's schedulers. ``data``
+    holds global counters, so that any grid can resume from them. Random state is not saved but follows from ``seed``
+    and ``step``: call `seed_ranks(grid, seed, step)` before each step.
     """
 
     model: nn.Module
@@ -44,17 +44,17 @@ class TrainState:
     seed: int = 0
     data: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    # What else decides how the run goes on, the same on all ranks.
+    # Other state that determines how the run continues, the same on all ranks.
     beside: dict[str, Any] = field(default_factory=dict)
-    # The grid of the checkpoint that it was set to, if it was.
+    # The grid of the checkpoint that was loaded, if any.
     saved_on: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The tensors of this rank, by name, and the values that are the same on all ranks."""
+    """This rank's tensors by name, and the values that are the same on all ranks."""
 
-    tensors: dict[str, Held]
+    tensors: dict[str, LocalShards]
     values: dict[str, Any]
 
     def staged(self) -> Snapshot:
@@ -62,7 +62,7 @@ class Snapshot:
 
 
 def capture(training: TrainState) -> Snapshot:
-    """What is to be saved, as it is now; the tensors are the run's own."""
+    """The current state to save; the tensors are not copied."""
     tensors = model_tensors(training.model, training.report)
     states, groups = optimizers.capture(training.optimizer, training.model, training.report.layouts)
     report = training.report
@@ -82,18 +82,18 @@ def capture(training: TrainState) -> Snapshot:
     }
     for key, value in values.items():
         try:
-            values[key] = json.loads(json.dumps(value))  # a copy, too: training goes on
+            values[key] = json.loads(json.dumps(value))  # also a copy, because training continues
         except TypeError as error:
             raise ValueError(
-                f"{key} cannot be saved as JSON ({error}); use numbers, words, lists and tables"
+                f"{key} cannot be saved as JSON ({error}); use numbers, strings, lists and dicts"
             ) from error
     return Snapshot(tensors | states, values)
 
 
 def targets(
     training: TrainState, stored: Mapping[str, TensorStorageMetadata], values: dict[str, Any]
-) -> dict[str, Held]:
-    """The run's own tensors, to be filled with those that are ``stored``; a checkpoint of another model is refused."""
+) -> dict[str, LocalShards]:
+    """The run's tensors, to be filled with the ``stored`` ones; a checkpoint of another model is an error."""
     tensors = model_tensors(training.model, training.report)
     _check_model(tensors, stored)
     return tensors | optimizers.restore(
@@ -102,38 +102,38 @@ def targets(
 
 
 def read_values(folder: Folder) -> dict[str, Any]:
-    """All that is no tensor; `Damaged` if it is not what `capture` writes."""
+    """All that is no tensor; `CorruptCheckpointError` if it is not what `capture` writes."""
     values = read_json(folder, VALUES)
     try:
         natural(values["step"]), natural(values["seed"])
         for key in ("data", "config", "versions"):
             if not isinstance(values[key], dict):
-                raise ValueError(f"{key} is no table")
+                raise ValueError(f"{key} is not an object")
         if not isinstance(values.get("beside", {}), dict):
-            raise ValueError("beside is no table")
+            raise ValueError("beside is not an object")
         if not isinstance(values["schedule"], dict | None):
-            raise ValueError("schedule is no table")
+            raise ValueError("schedule is not an object")
         word(values["saved_at"])
         if len([natural(size) for size in values["grid"]]) != 4:
-            raise ValueError("the grid has not 4 axes")
+            raise ValueError("the grid does not have 4 axes")
         for group in values["optimizer"]:
             names = [word(name) for name in group["parameters"]]
             if "params" in group["options"] or not isinstance(group["options"], dict):
-                raise ValueError(f"the options of {names[:1]} are not those of an optimizer")
+                raise ValueError(f"the options of {names[:1]} are not the options of an optimizer")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Damaged(f"{folder}/{VALUES}: is not sound ({error!r:.200})") from error
+        raise CorruptCheckpointError(f"{folder}/{VALUES}: is not valid ({error!r:.200})") from error
     return values
 
 
 def resume(training: TrainState, values: dict[str, Any]) -> None:
-    """Set all that is no tensor."""
+    """Set everything except tensors."""
     if (training.schedule is None) != (values["schedule"] is None):
         has = (
             "a schedule, but the run has none"
             if training.schedule is None
             else "no schedule, but the run has one"
         )
-        raise ValueError(f"the checkpoint has {has}; make the run as it was")
+        raise ValueError(f"the checkpoint has {has}; use the same settings as at the save")
     if training.schedule is not None:
         training.schedule.load_state_dict(values["schedule"])
     training.step, training.seed, training.data = values["step"], values["seed"], values["data"]
@@ -142,21 +142,21 @@ def resume(training: TrainState, values: dict[str, Any]) -> None:
     seed_ranks(training.report.grid, training.seed, training.step)
 
 
-def model_tensors(model: nn.Module, report: Report) -> dict[str, Held]:
-    """Parameters, a tied one once, and the buffers that a state dict has; by their names in the Hugging Face model."""
-    # FSDP2 may hold gathered weights after an evaluation; its hooks on the state dict cut them again.
+def model_tensors(model: nn.Module, report: Report) -> dict[str, LocalShards]:
+    """Parameters, tied ones once, and persistent buffers, by their names in the Hugging Face model."""
+    # FSDP2 may hold unsharded weights after an evaluation; its state dict hooks reshard them.
     state = model.state_dict()
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, LocalShards] = {}
     for name, _ in (*model.named_parameters(), *model.named_buffers()):
         if name in state and state[name].numel():
             layout = report.layouts.get(name)
             hf_name = name if layout is None else layout.hf_name
-            tensors.setdefault(f"{MODEL}{hf_name}", Held()).add(Piece.of(state[name], layout))
+            tensors.setdefault(f"{MODEL}{hf_name}", LocalShards()).add(LocalShard.of(state[name], layout))
     return tensors
 
 
 def _model_config(config: Any, report: Report) -> dict[str, Any]:
-    """What config.json says; its class, which a model made from a configuration does not note there, with it."""
+    """The contents of config.json, with the model's class, which a model made from a configuration lacks there."""
     return {**json.loads(config.to_json_string()), "architectures": [report.model]}
 
 
@@ -165,12 +165,12 @@ def versions() -> dict[str, str]:
     for package in ("fourfold", "torch", "transformers", "safetensors"):
         try:
             found[package] = version(package)
-        except PackageNotFoundError:  # run from its source
+        except PackageNotFoundError:  # not installed as a package
             found[package] = "unknown"
     return found
 
 
-def _check_model(tensors: Mapping[str, Held], stored: Mapping[str, TensorStorageMetadata]) -> None:
+def _check_model(tensors: Mapping[str, LocalShards], stored: Mapping[str, TensorStorageMetadata]) -> None:
     there = {name for name in stored if name.startswith(MODEL)}
     for name, held in tensors.items():
         if name not in there:
@@ -180,9 +180,9 @@ def _check_model(tensors: Mapping[str, Held], stored: Mapping[str, TensorStorage
                 + (f" (the nearest is {near[0]})" if near else "")
                 + "; use the model's configuration that it was saved with"
             )
-        if tuple(stored[name].size) != held.whole:
+        if tuple(stored[name].size) != held.global_shape:
             raise ValueError(
-                f"{name} has shape {tuple(stored[name].size)} in the checkpoint, but {held.whole} in the model; use the "
+                f"{name} has shape {tuple(stored[name].size)} in the checkpoint, but {held.global_shape} in the model; use the "
                 "configuration that it was saved with"
             )
     if more := there - set(tensors):

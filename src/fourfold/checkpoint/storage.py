@@ -1,4 +1,4 @@
-"""Payload for `torch.distributed.checkpoint`: a safetensors file of each rank, read by ranges of bytes."""
+"""Storage for `torch.distributed.checkpoint`: one safetensors file for each rank, read by byte ranges."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from fourfold.checkpoint.folder import FileRecord, Folder
 from fourfold.checkpoint.index import (
     DTYPE_NAMES,
     INDEX,
-    Stored,
+    ByteRange,
+    byte_ranges,
     read_index,
-    stored_pieces,
     tensors,
     write_index,
 )
 from fourfold.checkpoint.manifest import dump_json, read_manifest
 from fourfold.checkpoint.state import VALUES
 
-READ_BYTES = 16 * 2**20  # of a file at a time
+READ_BYTES = 16 * 2**20  # read at a time
 
 
 @dataclass(frozen=True)
 class Written:
-    """A piece that a rank has written, and the file that it is in."""
+    """A chunk that a rank has written, and its file."""
 
-    stored: Stored
+    stored: ByteRange
     record: FileRecord
 
 
 class Writer(StorageWriter):
-    """Writes one checkpoint: ``values`` as JSON, and of each rank a file with the pieces that are its to write."""
+    """Writes one checkpoint: ``values`` as JSON, and for each rank a file with the chunks that it was assigned."""
 
     def __init__(self, root: Folder, step: int, values: dict[str, Any]) -> None:
         self._root, self._step, self._values = root, step, values
@@ -55,7 +55,7 @@ class Writer(StorageWriter):
         pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # Before ranks exchange their plans: none of them writes until the coordinator has done this.
+        # Runs before ranks exchange their plans: no rank writes until the coordinator has done this.
         self._file = f"rank-{kwargs.get('rank', 0)}.safetensors"
         if is_coordinator:
             commit.begin(self._root, self._step)
@@ -68,26 +68,26 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
-        pieces = {item.index: cast(Tensor, planner.resolve_data(item)) for item in plan.items}
-        if not pieces:
+        chunks = {item.index: cast(Tensor, planner.resolve_data(item)) for item in plan.items}
+        if not chunks:
             done.set_result([])
             return done
-        names = _names_in_file(pieces)
-        by_name = {names[index]: tensor for index, tensor in pieces.items()}
-        header, ranges = lay_out(by_name)
+        names = _names_in_file(chunks)
+        by_name = {names[index]: tensor for index, tensor in chunks.items()}
+        header, ranges = safetensors_header(by_name)
         folder = commit.unfinished(self._root, self._step)
         record = folder.write(self._file, _file(header, [by_name[name] for name in ranges]))
         done.set_result(
             [
-                WriteResult(index, stop - start, Written(Stored(self._file, start, stop), record))
-                for index in pieces
+                WriteResult(index, stop - start, Written(ByteRange(self._file, start, stop), record))
+                for index in chunks
                 for start, stop in [ranges[names[index]]]
             ]
         )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        stored: dict[MetadataIndex, Stored] = {}
+        stored: dict[MetadataIndex, ByteRange] = {}
         files: dict[str, FileRecord] = {}
         for result in itertools.chain.from_iterable(results):
             written: Written = result.storage_data
@@ -104,7 +104,7 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads of a committed checkpoint what a plan asks for."""
+    """Reads the parts of a committed checkpoint that a plan asks for."""
 
     def __init__(self, root: Folder, step: int) -> None:
         self.folder = root.child(commit.step_name(step))
@@ -138,12 +138,12 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def read_into(self, target: Tensor, piece: MetadataIndex, offset: tuple[int, ...]) -> None:
-        """Fill ``target`` with the rectangle of a stored piece that begins at ``offset`` in it."""
-        where = stored_pieces(self.metadata)[piece]
-        tensor = tensors(self.metadata)[piece.fqn]
-        shape = next(tuple(c.sizes) for c in tensor.chunks if c.offsets == piece.offset)
-        if target.ndim == 0:  # a single number is a row of one
+    def read_into(self, target: Tensor, chunk: MetadataIndex, offset: tuple[int, ...]) -> None:
+        """Fill ``target`` with the rectangle at ``offset`` of a stored chunk."""
+        where = byte_ranges(self.metadata)[chunk]
+        tensor = tensors(self.metadata)[chunk.fqn]
+        shape = next(tuple(c.sizes) for c in tensor.chunks if c.offsets == chunk.offset)
+        if target.ndim == 0:  # a scalar is a row of one
             target, shape, offset = target.view(1), (1,), (0,)
         self._read(target, where.file, where.start, tensor.properties.dtype, shape, offset)
 
@@ -156,7 +156,7 @@ class Reader(StorageReader):
         shape: tuple[int, ...],
         offset: tuple[int, ...],
     ) -> None:
-        """Whole rows and a cut in memory, or, where that would read much in vain, row by row."""
+        """Read full rows and slice them in memory or, where that would read too much, read row by row."""
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         wanted_bytes = math.prod(target.shape[1:]) * dtype.itemsize
         if wanted_bytes < row_bytes and wanted_bytes >= self.folder.worthwhile_bytes:
@@ -179,7 +179,7 @@ class Reader(StorageReader):
         if len(raw) != stop - start:
             raise ValueError(f"{self.folder}/{file}: ends {stop - start - len(raw)} bytes before byte {stop}")
         self.bytes_read += len(raw)
-        # Tensors of other dtypes want their bytes aligned, as a fresh array is.
+        # Other dtypes need aligned memory, which a new array has.
         return torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
 
     @classmethod
@@ -190,27 +190,27 @@ class Reader(StorageReader):
 # -- safetensors -------------------------------------------------------------------------------------------------------
 
 
-def _names_in_file(pieces: Iterable[MetadataIndex]) -> dict[MetadataIndex, str]:
-    """A tensor's own name, with the place of the piece where a rank has several of it."""
-    counts = Counter(index.fqn for index in pieces)
+def _names_in_file(chunks: Iterable[MetadataIndex]) -> dict[MetadataIndex, str]:
+    """The name of the tensor, with the offset if the rank has several chunks of it."""
+    counts = Counter(index.fqn for index in chunks)
     return {
         index: index.fqn
         if counts[index.fqn] == 1
         else f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
-        for index in pieces
+        for index in chunks
     }
 
 
-def lay_out(pieces: dict[str, Tensor]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The header of a safetensors file, and the bytes of the file that each tensor takes, in their order."""
+def safetensors_header(tensors_to_write: dict[str, Tensor]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The header of a safetensors file, and the byte range of each tensor in it, in file order."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ranges: dict[str, tuple[int, int]] = {}
     at = 0
-    # Wide numbers first, so that all of them are aligned.
-    for name, tensor in sorted(pieces.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+    # Wide dtypes first, so that all tensors are aligned.
+    for name, tensor in sorted(tensors_to_write.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(
-                f"{name} is {tensor.dtype}, which a checkpoint cannot hold; use one of {', '.join(map(str, DTYPE_NAMES))}"
+                f"{name} is {tensor.dtype}, which a checkpoint does not support; use one of {', '.join(map(str, DTYPE_NAMES))}"
             )
         ranges[name] = (at, at + tensor.numel() * tensor.dtype.itemsize)
         table[name] = {
@@ -236,10 +236,10 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def read_rows(reader: Reader, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """A tensor put together without a grid, in ``dtype``: some rows after others, in the same memory each time."""
+    """The rows of an unsharded tensor in ``dtype``, a few at a time, in one reused buffer."""
     tensor = tensors(reader.metadata)[name]
     dtype = dtype or tensor.properties.dtype
-    shape = tuple(tensor.size) or (1,)  # a single number is a row of one
+    shape = tuple(tensor.size) or (1,)  # a scalar is a row of one
     rows_at_once = max(1, READ_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
     buffer = torch.empty((min(rows_at_once, shape[0]), *shape[1:]), dtype=dtype)
     for first in range(0, shape[0], rows_at_once):

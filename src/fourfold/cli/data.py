@@ -122,11 +122,11 @@ def prepare(options: argparse.Namespace) -> int:
 
 def info(options: argparse.Namespace) -> int:
     from fourfold.data.inspect import describe, show
-    from fourfold.data.manifest import Manifest
+    from fourfold.data.manifest import DatasetManifest
 
-    manifest = Manifest.load(options.folder)
+    manifest = DatasetManifest.load(options.folder)
     print(describe(options.folder, manifest))
-    wrong = manifest.wrong_with(options.folder, contents=options.verify)
+    wrong = manifest.find_damage(options.folder, contents=options.verify)
     for line in wrong:
         print(f"DAMAGED: {line}")
     if wrong:

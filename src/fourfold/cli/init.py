@@ -36,9 +36,9 @@ def add_to(commands: Any) -> None:
 
 
 def init(options: argparse.Namespace) -> int:
-    from fourfold.config.describe import SIZES, model_config, starting_file
+    from fourfold.config.describe import SIZES, sized_model_config, starting_file
     from fourfold.config.run_file import ConfigError
-    from fourfold.data.manifest import NAME, Manifest
+    from fourfold.data.manifest import NAME, DatasetManifest
 
     if options.size not in SIZES:
         raise ConfigError(f"there is no size {options.size!r}; use one of {', '.join(SIZES)}")
@@ -52,9 +52,9 @@ def init(options: argparse.Namespace) -> int:
                 f"{options.data} is not a prepared data set, whose tokenizer sets the vocabulary of the model; run "
                 f"`fourfold data prepare {options.data} TEXT --train-tokenizer 8192` first, or give --model"
             )
-        vocabulary = Manifest.load(options.data).tokenizer.vocab_size
+        vocabulary = DatasetManifest.load(options.data).tokenizer.vocab_size
         model.parent.mkdir(parents=True, exist_ok=True)
-        model.write_text(json.dumps(model_config(options.size, vocabulary), indent=2) + "\n")
+        model.write_text(json.dumps(sized_model_config(options.size, vocabulary), indent=2) + "\n")
         written.append(model)
     options.file.write_text(starting_file(options.size, model=str(model), data=str(options.data)))
     print(f"wrote {' and '.join(map(str, written))}; next: fourfold train {options.file}")

@@ -43,7 +43,7 @@ SIZES = {
 }
 
 
-def model_config(size: str, vocabulary: int) -> dict[str, Any]:
+def sized_model_config(size: str, vocabulary: int) -> dict[str, Any]:
     """The config.json of a Llama of this size."""
     chosen = SIZES[size]
     return {

@@ -1,1 +1,1 @@
-"""Text on disk -> tokens in shards -> the rows of a step, in an order that no grid and no restart changes."""
+"""Text files -> shards of tokens -> the rows of a step, in an order independent of the grid and of restarts."""

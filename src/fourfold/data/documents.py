@@ -1,4 +1,4 @@
-"""Documents of files: text, JSON lines, Parquet and Arrow, each in pieces that can be read on their own."""
+"""Reads documents from text, JSON lines, Parquet and Arrow files, in chunks that can be read independently."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The documents that begin in [first, stop): bytes of text and JSON, row groups of Parquet, batches of Arrow."""
+class FileChunk:
+    """The documents that start in [first, stop): bytes of text and JSON, row groups of Parquet, batches of Arrow."""
 
     path: str
     kind: Kind
@@ -43,75 +43,75 @@ class Piece:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """By the name of a file, also of one that gzip packed; None for a name that says nothing."""
+    """The kind of a file by its suffix, also of a gzip file; None for an unknown suffix."""
     suffixes = [s.lower() for s in path.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
     return KINDS.get(suffixes[-1]) if suffixes else None
 
 
-def pieces(path: Path, kind: Kind, reading: Reading, bytes_each: int) -> list[Piece]:
-    """The file in pieces of about so many bytes, whichever process asks."""
+def split_file(path: Path, kind: Kind, reading: Reading, bytes_each: int) -> list[FileChunk]:
+    """Split a file into chunks of about ``bytes_each`` bytes, the same in every process."""
     size = path.stat().st_size
     if kind in ("parquet", "arrow"):
         sizes = _table_sizes(path, kind)
-    elif _cannot_be_cut(path, kind, reading):
-        return [Piece(str(path), kind, 0, size, size)]
+    elif _cannot_be_split(path, kind, reading):
+        return [FileChunk(str(path), kind, 0, size, size)]
     else:
         return [
-            Piece(str(path), kind, first, min(first + bytes_each, size), min(bytes_each, size - first))
+            FileChunk(str(path), kind, first, min(first + bytes_each, size), min(bytes_each, size - first))
             for first in range(0, size, bytes_each)
         ]
-    cut, first, held = [], 0, 0
+    found, first, held = [], 0, 0
     for number, size in enumerate(sizes):
         held += size
         if held >= bytes_each or number == len(sizes) - 1:
-            cut.append(Piece(str(path), kind, first, number + 1, held))
+            found.append(FileChunk(str(path), kind, first, number + 1, held))
             first, held = number + 1, 0
-    return cut
+    return found
 
 
-def documents(piece: Piece, reading: Reading) -> Iterator[str]:
-    """The texts of a piece, without those that are empty."""
-    if piece.kind in ("parquet", "arrow"):
-        texts = _table_texts(piece, reading.column)
-    elif piece.kind == "json":
-        texts = (_field(record, piece.path, at, reading.column) for at, record in _records(piece, b"\n"))
+def documents(chunk: FileChunk, reading: Reading) -> Iterator[str]:
+    """The non-empty texts of a chunk."""
+    if chunk.kind in ("parquet", "arrow"):
+        texts = _table_texts(chunk, reading.column)
+    elif chunk.kind == "json":
+        texts = (_field(record, chunk.path, at, reading.column) for at, record in _records(chunk, b"\n"))
     else:
         separator = reading.separator.encode() if reading.separator is not None else None
-        texts = (_decoded(record, piece.path, at) for at, record in _records(piece, separator))
+        texts = (_decoded(record, chunk.path, at) for at, record in _records(chunk, separator))
     return (text for text in texts if text)
 
 
-def texts_of(part: Iterable[Piece], reading: Reading) -> Iterator[str]:
-    for piece in part:
-        yield from documents(piece, reading)
+def texts_of(part: Iterable[FileChunk], reading: Reading) -> Iterator[str]:
+    for chunk in part:
+        yield from documents(chunk, reading)
 
 
 # -- text and JSON lines ------------------------------------------------------------------------------------------
 
 
-def _cannot_be_cut(path: Path, kind: Kind, reading: Reading) -> bool:
-    """Is where documents begin only known after reading the file from its start?"""
+def _cannot_be_split(path: Path, kind: Kind, reading: Reading) -> bool:
+    """Can the starts of documents only be found by reading the file from its beginning?"""
     if path.suffix.lower() == ".gz":
         return True
     if kind == "json":
         return False
     separator = reading.separator
-    # A separator that overlaps itself, like two line ends, is found elsewhere when the search begins elsewhere.
+    # A separator that overlaps itself, like two newlines, is found elsewhere if the search starts elsewhere.
     return separator is None or any(separator.endswith(separator[:n]) for n in range(1, len(separator)))
 
 
-def _records(piece: Piece, separator: bytes | None) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, the bytes up to the next separator) of each record that begins in the piece."""
-    if piece.stop == 0:
+def _records(chunk: FileChunk, separator: bytes | None) -> Iterator[tuple[int, bytes]]:
+    """(start, bytes up to the next separator) of each record that starts in the chunk."""
+    if chunk.stop == 0:
         return
-    if piece.path.lower().endswith(".gz"):
-        with gzip.open(piece.path) as packed:
+    if chunk.path.lower().endswith(".gz"):
+        with gzip.open(chunk.path) as packed:
             yield from _split(packed.read(), 0, None, separator)
         return
-    with open(piece.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        yield from _split(data, piece.first, piece.stop, separator)
+    with open(chunk.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield from _split(data, chunk.first, chunk.stop, separator)
 
 
 def _split(
@@ -136,7 +136,7 @@ def _decoded(record: bytes, path: str, at: int) -> str:
         return record.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is no UTF-8 text at byte {at + error.start} ({error.reason}); convert it, or leave it away"
+            f"{path} is not UTF-8 text at byte {at + error.start} ({error.reason}); convert it, or leave it out"
         ) from None
 
 
@@ -147,7 +147,7 @@ def _field(record: bytes, path: str, at: int, column: str) -> str:
         value = json.loads(record)
     except ValueError as error:
         raise ValueError(
-            f"{path} has a line at byte {at} that is no JSON ({error}); it needs one JSON object a line"
+            f"{path} has a line at byte {at} that is not JSON ({error}); it needs one JSON object per line"
         ) from None
     if not isinstance(value, dict):
         raise ValueError(
@@ -158,7 +158,7 @@ def _field(record: bytes, path: str, at: int, column: str) -> str:
     text = _as_text(value[column], path, column)
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON can name half of a surrogate pair, which is no character
+    except UnicodeEncodeError:  # JSON can contain half of a surrogate pair, which is not a character
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
@@ -174,23 +174,23 @@ def _table_sizes(path: Path, kind: Kind) -> list[int]:
     return [batch.nbytes for batch in _arrow_batches(str(path))]
 
 
-def _table_texts(piece: Piece, column: str) -> Iterator[str]:
-    if piece.kind == "parquet":
-        file = _pyarrow("pyarrow.parquet").ParquetFile(piece.path)
+def _table_texts(chunk: FileChunk, column: str) -> Iterator[str]:
+    if chunk.kind == "parquet":
+        file = _pyarrow("pyarrow.parquet").ParquetFile(chunk.path)
         if column not in file.schema_arrow.names:
-            raise ValueError(_no_column(piece.path, column, file.schema_arrow.names))
-        batches = file.iter_batches(row_groups=range(piece.first, piece.stop), columns=[column])
+            raise ValueError(_no_column(chunk.path, column, file.schema_arrow.names))
+        batches = file.iter_batches(row_groups=range(chunk.first, chunk.stop), columns=[column])
     else:
-        batches = (b for i, b in enumerate(_arrow_batches(piece.path)) if piece.first <= i < piece.stop)
+        batches = (b for i, b in enumerate(_arrow_batches(chunk.path)) if chunk.first <= i < chunk.stop)
     for batch in batches:
         if column not in batch.schema.names:
-            raise ValueError(_no_column(piece.path, column, batch.schema.names))
+            raise ValueError(_no_column(chunk.path, column, batch.schema.names))
         for value in batch.column(column):
-            yield _as_text(value.as_py(), piece.path, column)
+            yield _as_text(value.as_py(), chunk.path, column)
 
 
 def _arrow_batches(path: str) -> Iterator[Any]:
-    """The record batches of the stream format that Hugging Face data sets are kept in; mapped, so skipping is free."""
+    """The record batches of an Arrow stream, the format of Hugging Face datasets; mapped, so skipping is free."""
     pyarrow = _pyarrow("pyarrow")
     with pyarrow.memory_map(path) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
         yield from stream

@@ -1,18 +1,18 @@
-"""From what a person names (files, folders, data sets of Hugging Face) to files, and from files to equal parts of work."""
+"""Resolves inputs (files, folders, Hugging Face datasets) to files, and files to parts of about equal size."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fourfold.data.documents import KINDS, Kind, Piece, Reading, kind_of, pieces
+from fourfold.data.documents import KINDS, FileChunk, Kind, Reading, kind_of, split_file
+from fourfold.untrusted_input import read_json
 
 HUB = "hf:"
 MIB = 1 << 20
-PART_BYTES = (4 * MIB, 256 * MIB)  # the least and the most, unless asked for
-PARTS = 256  # aimed at between these limits: enough for the processes of a node, few enough as files
+PART_BYTES = (4 * MIB, 256 * MIB)  # minimum and maximum, unless given
+PARTS = 256  # the target within these limits: enough for the processes of a node, few enough files
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Input:
 def find_inputs(
     names: Sequence[str], *, split: str = "train", text_suffixes: Sequence[str] = ()
 ) -> list[Input]:
-    """The files behind the names, in an order that depends on the names alone.
+    """The files that the names stand for, in an order that depends only on the names.
 
-    A folder stands for all files in it and below whose suffix is known, or is among ``text_suffixes``; a folder that
-    `datasets.Dataset.save_to_disk` wrote and ``hf:NAME`` for the Arrow files of that data set.
+    A folder stands for all files in it and below with a known suffix or one of ``text_suffixes``; a folder written by
+    `datasets.Dataset.save_to_disk`, and ``hf:NAME``, for the Arrow files of that dataset.
     """
     found: dict[Path, Input] = {}
     for name in names:
-        for file in _behind(name, split, text_suffixes):
+        for file in _resolve(name, split, text_suffixes):
             found.setdefault(file.path, file)
     if not found:
         known = ", ".join([*KINDS, *text_suffixes])
@@ -47,41 +47,39 @@ def find_inputs(
     return list(found.values())
 
 
-def parts(inputs: Sequence[Input], reading: Reading, part_bytes: int | None = None) -> list[list[Piece]]:
-    """The work in parts of about equal size: pieces of a large file, or several small files together."""
+def parts(inputs: Sequence[Input], reading: Reading, part_bytes: int | None = None) -> list[list[FileChunk]]:
+    """Group chunks into parts of about equal size: chunks of a large file, or several small files together."""
     if part_bytes is None:
         least, most = PART_BYTES
         part_bytes = min(max(sum(i.bytes for i in inputs) // PARTS, least), most)
-    grouped: list[list[Piece]] = []
+    grouped: list[list[FileChunk]] = []
     held = 0
     for file in inputs:
-        for piece in pieces(file.path, file.kind, reading, part_bytes):
-            if not grouped or held + piece.bytes > part_bytes:
+        for chunk in split_file(file.path, file.kind, reading, part_bytes):
+            if not grouped or held + chunk.bytes > part_bytes:
                 grouped.append([])
                 held = 0
-            grouped[-1].append(piece)
-            held += piece.bytes
+            grouped[-1].append(chunk)
+            held += chunk.bytes
     return grouped
 
 
-def _behind(name: str, split: str, text_suffixes: Sequence[str]) -> list[Input]:
+def _resolve(name: str, split: str, text_suffixes: Sequence[str]) -> list[Input]:
     if name.startswith(HUB):
-        return _of_the_hub(name.removeprefix(HUB), split)
+        return _from_hub(name.removeprefix(HUB), split)
     path = Path(name)
     if not path.exists():
-        raise ValueError(
-            f"there is no {name}; name files or folders, or a data set of the hub as {HUB}{name}"
-        )
+        raise ValueError(f"there is no {name}; name files or folders, or a dataset of the hub as {HUB}{name}")
     if path.is_file():
-        # What somebody names is meant, whatever it ends in.
+        # A file that is named is used, whatever its suffix.
         return [Input(path, kind_of(path) or "text")]
     if (path / "dataset_dict.json").exists():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        splits = read_json(path / "dataset_dict.json")["splits"]
         if split not in splits:
             raise ValueError(f"{name} has no split {split!r}; use --split with one of {', '.join(splits)}")
         path = path / split
     if (path / "state.json").exists():
-        files = json.loads((path / "state.json").read_text())["_data_files"]
+        files = read_json(path / "state.json")["_data_files"]
         return [Input(path / file["filename"], "arrow") for file in files]
     suffixes: dict[str, Kind] = {suffix: "text" for suffix in text_suffixes}
     below = [
@@ -95,7 +93,7 @@ def _behind(name: str, split: str, text_suffixes: Sequence[str]) -> list[Input]:
     return below
 
 
-def _of_the_hub(name: str, split: str) -> list[Input]:
+def _from_hub(name: str, split: str) -> list[Input]:
     try:
         from datasets import load_dataset
     except ImportError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fourfold.data.manifest import SPLITS, Manifest
+from fourfold.data.manifest import SPLITS, DatasetManifest
 from fourfold.data.samples import Samples
 from fourfold.data.tokenizer import load_tokenizer
 
 
-def describe(folder: Path, manifest: Manifest) -> str:
+def describe(folder: Path, manifest: DatasetManifest) -> str:
     """The contents of a prepared folder, as lines."""
     tokenizer = manifest.tokenizer
     lines = [

@@ -1,7 +1,6 @@
-"""This rank's rows of each global batch, read ahead by a thread. It remembers nothing: the place is the caller's count.
+"""Loads this rank's rows of each global batch, prefetched by a thread. It is stateless: the caller counts samples.
 
-All x and y ranks of a replica read the same rows, each for itself: on one machine they share the pages of the file,
-so the disk is read once.
+All x and y ranks of a replica read the same rows: on one host they share the file's page cache, so the disk is read once.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from fourfold.mesh.grid import Grid
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of this rank, each tensor [rows, length], and the global samples that the step is made of."""
+    """This rank's rows, each tensor [rows, length], and the range of global samples of the step."""
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
     first_sample: int
-    next_sample: int  # what to save: the count of samples after this step
+    next_sample: int  # to save: the number of samples after this step
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """For a Hugging Face causal LM, without an attention mask: the positions say where documents begin.
+        """For a Hugging Face causal LM, without an attention mask: the positions say where documents start.
 
-        Not every model heeds them; `check_documents_stay_apart` asks it.
+        Not every model respects them; `check_documents_stay_apart` tests it.
         """
         return {"input_ids": self.input_ids, "labels": self.labels, "position_ids": self.position_ids}
 
@@ -51,14 +50,10 @@ class Loader:
     def __init__(self, mixture: Mixture, grid: Grid, global_batch: int, *, read_ahead: int = 2) -> None:
         self._mixture, self._batch, self._read_ahead = mixture, global_batch, read_ahead
         self._rows = grid.local_rows(global_batch)
-        self._pinned = grid.device.type == "cuda"  # a copy from pinned memory need not be waited for
+        self._pinned = grid.device.type == "cuda"  # copies from pinned memory are asynchronous
 
     def batches(self, first_sample: int = 0, rows: slice | None = None) -> Iterator[Batch]:
-        """Without end, from a global sample on; ``rows`` of each batch, if they are not those of the grid."""
-        if not self._read_ahead:
-            while True:
-                yield self.read(first_sample, rows)
-                first_sample += self._batch
+        """An endless stream of batches from a global sample on; ``rows`` overrides this rank's rows of each batch."""
         reader = ThreadPoolExecutor(1, thread_name_prefix="fourfold-data")
         ahead: deque[Future[Batch]] = deque()
         try:
@@ -71,7 +66,7 @@ class Loader:
             reader.shutdown(wait=False, cancel_futures=True)
 
     def read(self, first_sample: int, rows: slice | None = None) -> Batch:
-        """This rank's rows of the step that begins with a global sample."""
+        """This rank's rows of the step that starts at a global sample."""
         rows = rows or self._rows
         first, stop = first_sample + rows.start, first_sample + rows.stop
         samples = self._mixture.samples(first, stop)

@@ -1,4 +1,4 @@
-"""Several sources as one stream of samples, and what that stream depends on."""
+"""Mixes several sources into one stream of samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.data.samples import Sample, Samples
 
 
 class Source(Protocol):
-    """Samples that can be asked for by number."""
+    """Samples by index."""
 
     def __len__(self) -> int: ...
 
@@ -24,7 +24,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Samples by their place in the order of a run.
+    """The samples of a run by their global index.
 
     ``identity`` is what the stream depends on: save it with a checkpoint, and compare with `check_identity`.
     """
@@ -34,19 +34,19 @@ class Mixture:
     identity: dict[str, Any]
 
     def samples(self, first: int, stop: int) -> list[Sample]:
-        """Those with the global indices [first, stop)."""
+        """The samples with global indices [first, stop)."""
         sources, samples = self.order.at(np.arange(first, stop))
         return [self.sources[s][i] for s, i in zip(sources.tolist(), samples.tolist(), strict=True)]
 
     def __len__(self) -> int:
-        """Samples of all sources together, each once."""
+        """The number of samples of all sources, each counted once."""
         return sum(self.order.sizes)
 
 
 def open_mixture(
     folders: Sequence[tuple[str | Path, float]], *, length: int, seed: int, split: Split = "train"
 ) -> Mixture:
-    """Prepared data sets with their weights, as one stream of samples of ``length`` tokens.
+    """Open prepared datasets with their weights as one stream of samples of ``length`` tokens.
 
     Example:
         >>> mixture = open_mixture([("web", 0.7), ("books", 0.3)], length=1024, seed=0)  # doctest: +SKIP
@@ -62,11 +62,11 @@ def open_mixture(
                 f"--tokenizer {first.folder}/tokenizer"
             )
     for samples, _ in opened:
-        # A small source may have no validation text; without training text it was named by mistake.
+        # A small source may have no validation text; one without training text is a mistake.
         if split == "train" and not len(samples):
             tokens = samples.manifest.tokens(split)
             raise ValueError(
-                f"{samples.folder} has {tokens} tokens, not one sample of {length}; use a sequence_length of at most "
+                f"{samples.folder} has {tokens} tokens, less than one sample of {length}; use a sequence_length of at most "
                 f"{tokens}, or more text"
             )
     opened = [(samples, weight) for samples, weight in opened if len(samples)]
@@ -86,11 +86,11 @@ def open_mixture(
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on with another stream of samples than the one that a checkpoint is in the middle of."""
+    """Raise an error if the stream of samples differs from the one that a checkpoint was trained on."""
     for name in saved | now:
         if saved.get(name) != now.get(name):
             raise ValueError(
                 f"the checkpoint was trained on data with {name}={saved.get(name)}, this run has {name}="
-                f"{now.get(name)}: its samples would come twice or never; use the old value, or start a new run from "
+                f"{now.get(name)}: samples would be repeated or skipped; use the old value, or start a new run from "
                 "the weights"
             )

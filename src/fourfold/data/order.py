@@ -1,6 +1,6 @@
 """The order of samples: a pure function of (seed, global sample index).
 
-Nothing is drawn in advance and nothing is remembered, so any rank of any grid can ask for any sample at any time.
+No state is kept, so any rank of any grid can compute any position at any time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
-ROUNDS = 8  # of the Feistel network; 4 are enough for a permutation that looks random on large sets, not on tiny ones
-MAX_PERIOD = 1 << 16  # turns after which the pattern of sources repeats, if the weights are no simple ratios
+ROUNDS = 8  # of the Feistel network; 4 look random on large sets, but not on tiny ones
+MAX_PERIOD = (
+    1 << 16
+)  # samples after which the pattern of sources repeats, if the weights are not simple ratios
 
 
 @dataclass(frozen=True)
 class Order:
-    """Which sample of which source comes when.
+    """Maps a global sample index to a source and a sample of it.
 
-    ``sizes``: samples of each source in one epoch of it; ``weights``: how often its turn comes. Each source has epochs
-    of its own: it is gone through completely, in a new permutation, before any of its samples comes again.
+    ``sizes``: samples of each source in one epoch; ``weights``: relative frequency of each source. Each source has its
+    own epochs: all of its samples are visited, in a new permutation, before any is repeated.
 
     Example:
         >>> order = Order(seed=0, sizes=(4,), weights=(1.0,))
@@ -41,47 +43,47 @@ class Order:
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.weights) or not self.sizes:
-            raise ValueError(f"{len(self.sizes)} sources have {len(self.weights)} weights; give one to each")
+            raise ValueError(f"{len(self.sizes)} sources have {len(self.weights)} weights; give one for each")
         if min(self.sizes) < 1:
-            raise ValueError(f"source {self.sizes.index(min(self.sizes))} has no sample; leave it away")
+            raise ValueError(f"source {self.sizes.index(min(self.sizes))} has no samples; leave it out")
 
     def at(self, indices: Ints) -> tuple[Ints, Ints]:
         """(source, sample of that source) at each global sample index."""
-        turns = self._turns
-        period, turn = np.divmod(np.asarray(indices, dtype=np.int64), len(turns.source))
-        sources = turns.source[turn]
-        nth = period * turns.count[sources] + turns.before[turn]
+        pattern = self._pattern
+        period, position = np.divmod(np.asarray(indices, dtype=np.int64), len(pattern.source))
+        sources = pattern.source[position]
+        nth = period * pattern.count[sources] + pattern.before[position]
         samples = np.empty_like(nth)
         for source in np.unique(sources):
             mine = np.flatnonzero(sources == source)
-            epochs, places = np.divmod(nth[mine], self.sizes[source])
+            epochs, positions = np.divmod(nth[mine], self.sizes[source])
             for epoch in np.unique(epochs):
                 now = epochs == epoch
                 key = _key(self.seed, int(source), int(epoch))
-                samples[mine[now]] = permuted(places[now], self.sizes[source], key)
+                samples[mine[now]] = permuted(positions[now], self.sizes[source], key)
         return sources, samples
 
     @cached_property
-    def _turns(self) -> Turns:
-        return take_turns(shares(self.weights))
+    def _pattern(self) -> Pattern:
+        return interleave(shares(self.weights))
 
 
-# -- whose turn it is ---------------------------------------------------------------------------------------------
+# -- the pattern of sources ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Turns:
+class Pattern:
     """One period of the pattern of sources."""
 
     source: Ints  # [period]
-    before: Ints  # [period]: how many turns the same source has had before, in this period
-    count: Ints  # [sources]: turns of each in a period
+    before: Ints  # [period]: earlier samples of the same source in this period
+    count: Ints  # [sources]: samples of each in a period
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in the ratio of the weights, with a sum of at most `MAX_PERIOD`.
+    """Integers in the ratio of the weights, with a sum of at most `MAX_PERIOD`.
 
-    Ratios of decimals as people write them are met exactly; others to one part in 65,536 of all samples.
+    Ratios of short decimals are exact; others are within one part in 65,536 of all samples.
 
     Example:
         >>> shares([0.7, 0.3]), shares([1, 2.5])
@@ -90,56 +92,58 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     for number, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(
-                f"source {number} has the weight {weight}; use a number above 0, or leave it away"
+                f"source {number} has the weight {weight}; use a number above 0, or leave it out"
             )
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(f.denominator for f in exact))
-    whole = [int(f * scale) for f in exact]
-    common = math.gcd(*whole)
-    if sum(whole) // common <= MAX_PERIOD:
-        return tuple(n // common for n in whole)
+    integers = [int(f * scale) for f in exact]
+    common = math.gcd(*integers)
+    if sum(integers) // common <= MAX_PERIOD:
+        return tuple(n // common for n in integers)
     if len(weights) > MAX_PERIOD:
         raise ValueError(
             f"{len(weights)} sources are more than {MAX_PERIOD}; prepare several into one folder"
         )
-    parts = [Fraction(n, sum(whole)) * (MAX_PERIOD - len(weights)) for n in whole]
-    counts = [1 + int(part) for part in parts]  # at least one turn each
+    parts = [Fraction(n, sum(integers)) * (MAX_PERIOD - len(weights)) for n in integers]
+    counts = [1 + int(part) for part in parts]  # at least one each
     by_remainder = sorted(range(len(parts)), key=lambda i: (int(parts[i]) - parts[i], i))
     for i in by_remainder[: MAX_PERIOD - sum(counts)]:
         counts[i] += 1
     return tuple(counts)
 
 
-def take_turns(counts: Sequence[int]) -> Turns:
-    """Spread the turns evenly: after any n of them, source i has had n * share_i, give or take less than one.
+def interleave(counts: Sequence[int]) -> Pattern:
+    """Interleave the sources evenly: among the first n samples, source i has n * share_i, within less than one.
 
-    R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): of the sources whose claim is old
-    enough, the one that has to be served soonest. It keeps every deviation within 1 - 1/(2k - 2) for k sources.
+    R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): among the sources
+    that are eligible, choose the one with the earliest deadline. Every deviation is within 1 - 1/(2k - 2) for k sources.
     """
     period, k = sum(counts), len(counts)
     if k == 1:
-        return Turns(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
+        return Pattern(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
     slack = 2 * k - 2
     had = [0] * k
     source, before = np.empty(period, np.int64), np.empty(period, np.int64)
-    for turn in range(period):
-        claims = [(turn + 1) * n - h * period for n, h in zip(counts, had, strict=True)]  # in 1/period turns
+    for position in range(period):
+        claims = [
+            (position + 1) * n - h * period for n, h in zip(counts, had, strict=True)
+        ]  # in units of 1/period
         chosen = min(
             (i for i in range(k) if claims[i] * slack >= period),
             key=lambda i: (period * (slack - 1) - slack * claims[i]) / counts[i],
         )
-        source[turn], before[turn] = chosen, had[chosen]
+        source[position], before[position] = chosen, had[chosen]
         had[chosen] += 1
-    return Turns(source, before, np.array(counts, np.int64))
+    return Pattern(source, before, np.array(counts, np.int64))
 
 
 # -- a permutation without a table --------------------------------------------------------------------------------
 
 
-def permuted(places: Ints, size: int, key: int) -> Ints:
-    """Where each place of ``range(size)`` goes under the permutation that ``key`` names.
+def permuted(positions: Ints, size: int, key: int) -> Ints:
+    """The image of each position in ``range(size)`` under the permutation given by ``key``.
 
-    A Feistel network permutes a power of four; what falls outside of the range is sent through again until it falls
+    A Feistel network permutes a power of four; a value outside the range is permuted again until it is
     inside ("cycle walking", Black and Rogaway 2002), which takes fewer than four passes on average.
 
     Example:
@@ -149,7 +153,7 @@ def permuted(places: Ints, size: int, key: int) -> Ints:
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     keys = _mix(np.uint64(key) ^ np.arange(1, ROUNDS + 1, dtype=np.uint64))
-    values = places.astype(np.uint64)
+    values = positions.astype(np.uint64)
     outside = np.ones(values.shape, dtype=bool)
     while outside.any():
         left, right = values[outside] >> half, values[outside] & mask

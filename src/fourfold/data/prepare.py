@@ -1,8 +1,7 @@
-"""Documents -> shards of tokens, in parallel, and again from where it was stopped.
+"""Tokenises documents into shards, in parallel, and resumes after an interruption.
 
-The work is cut into parts by the inputs alone. Each part writes its own shards and then a note of them; a part with a
-note is done, another is done from its start. So the bytes do not depend on the number of processes or on
-interruptions.
+The parts of the work depend only on the inputs. Each part writes its shards and then a record of them; a part without a
+record is done again from its start. So the output does not depend on the number of processes or on interruptions.
 """
 
 from __future__ import annotations
@@ -22,14 +21,16 @@ import numpy as np
 import xxhash
 
 from fourfold.data import manifest, plan
-from fourfold.data.documents import Piece, texts_of
+from fourfold.data.documents import FileChunk, texts_of
 from fourfold.data.inputs import find_inputs, parts
-from fourfold.data.manifest import SPLITS, Manifest, Split, split_of
-from fourfold.data.plan import Settings, settle_plan
-from fourfold.data.shards import Shard, ShardWriter, locked, token_dtype, write_whole, wrong_with
-from fourfold.data.tokenizer import FILE, TokenizerFacts, plain_backend
+from fourfold.data.manifest import SPLITS, DatasetManifest, Split, split_of
+from fourfold.data.plan import Settings, write_or_check_plan
+from fourfold.data.shards import Shard, ShardWriter, find_damage, locked, token_dtype
+from fourfold.data.tokenizer import FILE, TokenizerInfo, plain_backend
+from fourfold.files import write_atomically
+from fourfold.untrusted_input import read_json
 
-BATCH_CHARACTERS = 1 << 20  # of documents that are tokenised together
+BATCH_CHARACTERS = 1 << 20  # tokenised together
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes of all)
 
@@ -42,36 +43,36 @@ def prepare(
     processes: int = 1,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
-) -> Manifest:
-    """Tokenise the inputs into a folder; a second call goes on where the first was stopped."""
+) -> DatasetManifest:
+    """Tokenise the inputs into a folder; a second call resumes where the first was stopped."""
     if processes < 1:
-        raise ValueError(f"{processes} processes do no work; use at least 1")
+        raise ValueError(f"processes={processes} is too few; use at least 1")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
-        if overwrite and (folder / plan.NAME).exists():  # no plan: not ours to remove
+        if overwrite and (folder / plan.NAME).exists():  # without a plan, these are other files
             _clear(folder)
         files = find_inputs(inputs, split=settings.split, text_suffixes=settings.text_suffixes)
         work = parts(files, settings.reading, settings.part_bytes)
-        tokenizer = settle_plan(folder, files, settings, work)
+        tokenizer = write_or_check_plan(folder, files, settings, work)
         _sweep(folder)
         if (folder / manifest.NAME).exists():
             shutil.rmtree(folder / "parts", ignore_errors=True)
-            return Manifest.load(folder)
-        total = sum(piece.bytes for part in work for piece in part)
+            return DatasetManifest.load(folder)
+        total = sum(chunk.bytes for part in work for chunk in part)
         done = 0
         task = _Task(str(folder), settings, tokenizer)
         for number in _run(task, work, processes):
-            done += sum(piece.bytes for piece in work[number])
+            done += sum(chunk.bytes for chunk in work[number])
             progress(done, total)
-        prepared = _put_together(folder, len(work), tokenizer, sum(file.bytes for file in files))
+        prepared = _combine(folder, len(work), tokenizer, sum(file.bytes for file in files))
         prepared.save(folder)
         shutil.rmtree(folder / "parts")
         return prepared
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a preparation wrote, the manifest first, and nothing else."""
+    """Remove what `prepare` wrote, the manifest first, and nothing else."""
     (folder / manifest.NAME).unlink(missing_ok=True)
     for name in (*SPLITS, "parts", "tokenizer"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -90,11 +91,11 @@ def _sweep(folder: Path) -> None:
 class _Task:
     folder: str
     settings: Settings
-    tokenizer: TokenizerFacts
+    tokenizer: TokenizerInfo
 
 
-def _run(task: _Task, work: Sequence[list[Piece]], processes: int) -> Iterator[int]:
-    """Do what is not done yet; the numbers of parts, as they are finished."""
+def _run(task: _Task, work: Sequence[list[FileChunk]], processes: int) -> Iterator[int]:
+    """Do the parts that are not done yet; yields the index of each part as it is finished."""
     folder = Path(task.folder)
     for name in ("parts", *SPLITS):
         (folder / name).mkdir(exist_ok=True)
@@ -108,7 +109,7 @@ def _run(task: _Task, work: Sequence[list[Piece]], processes: int) -> Iterator[i
         for number in left:
             yield _do(task, number, work[number])
         return
-    # A server that has imported this once; forking the caller would fork its threads' locks.
+    # A fork server imports this once; forking the caller would copy locks held by its threads.
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(min(processes, len(left)), context, initializer=_end_with_parent) as pool:
@@ -117,12 +118,12 @@ def _run(task: _Task, work: Sequence[list[Piece]], processes: int) -> Iterator[i
             for finished in as_completed(running):
                 yield finished.result()
         finally:
-            # After an error, only the parts under way are finished.
+            # After an error, only the parts in progress are finished.
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _do(task: _Task, number: int, part: Sequence[Piece]) -> int:
-    """Tokenise a part: its shards, then the note that says that it is done."""
+def _do(task: _Task, number: int, part: Sequence[FileChunk]) -> int:
+    """Tokenise a part: write its shards, then the record that it is done."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     folder, settings, facts = Path(task.folder), task.settings, task.tokenizer
     backend = plain_backend((folder / "tokenizer" / FILE).read_text())
@@ -140,11 +141,11 @@ def _do(task: _Task, number: int, part: Sequence[Piece]) -> int:
             writers[split_of(text, settings.validation)].add(np.array(ids, dtype))
     for writer in writers.values():
         writer.close()
-    note = {
+    record = {
         "source": source.hexdigest(),
         "shards": {split: [shard.to_json() for shard in writers[split].shards] for split in SPLITS},
     }
-    write_whole(_note(folder, number), json.dumps(note))
+    write_atomically(_record_path(folder, number), json.dumps(record).encode())
     return number
 
 
@@ -162,7 +163,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _end_with_parent() -> None:
-    """A pool's process waits for work for ever if its parent is killed."""
+    """End this pool process with its parent: otherwise it would wait for work forever."""
     parent = parent_process()
     assert parent is not None
 
@@ -173,29 +174,29 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-# -- notes of parts -----------------------------------------------------------------------------------------------
+# -- records of parts -----------------------------------------------------------------------------------------------
 
 
-def _note(folder: Path, number: int) -> Path:
+def _record_path(folder: Path, number: int) -> Path:
     return folder / "parts" / f"{number:06d}.json"
 
 
-def _shards(note: dict[str, Any], split: Split) -> list[Shard]:
-    return [Shard(**shard) for shard in note["shards"][split]]
+def _shards(record: dict[str, Any], split: Split) -> list[Shard]:
+    return [Shard(**shard) for shard in record["shards"][split]]
 
 
-def _is_done(folder: Path, number: int, tokenizer: TokenizerFacts) -> bool:
-    """A note is written last, but files may have been lost since."""
-    path = _note(folder, number)
+def _is_done(folder: Path, number: int, tokenizer: TokenizerInfo) -> bool:
+    """Does a part have its record and all of its files, which may have been lost since?"""
+    path = _record_path(folder, number)
     if not path.exists():
         return False
-    note = json.loads(path.read_text())
-    shards = [shard for split in SPLITS for shard in _shards(note, split)]
-    return not any(wrong_with(folder, shards, token_dtype(tokenizer.vocab_size), contents=False))
+    record = read_json(path)
+    shards = [shard for split in SPLITS for shard in _shards(record, split)]
+    return not any(find_damage(folder, shards, token_dtype(tokenizer.vocab_size), contents=False))
 
 
-def _put_together(folder: Path, count: int, tokenizer: TokenizerFacts, source_bytes: int) -> Manifest:
-    notes = [json.loads(_note(folder, number).read_text()) for number in range(count)]
-    source = xxhash.xxh3_128_hexdigest("".join(note["source"] for note in notes).encode())
-    shards = {split: [shard for note in notes for shard in _shards(note, split)] for split in SPLITS}
-    return Manifest(tokenizer, source, source_bytes, shards)
+def _combine(folder: Path, count: int, tokenizer: TokenizerInfo, source_bytes: int) -> DatasetManifest:
+    records = [read_json(_record_path(folder, number)) for number in range(count)]
+    source = xxhash.xxh3_128_hexdigest("".join(record["source"] for record in records).encode())
+    shards = {split: [shard for record in records for shard in _shards(record, split)] for split in SPLITS}
+    return DatasetManifest(tokenizer, source, source_bytes, shards)

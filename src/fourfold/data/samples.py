@@ -1,8 +1,7 @@
-"""Samples: windows of equal length over the tokens of a prepared data set, several documents in one.
+"""Samples: fixed-length windows over the tokens of a prepared dataset; a sample may contain several documents.
 
-A sample is the tokens [i * length, (i + 1) * length) of all documents in a row. Which documents share a sample has no
-effect on what is computed, because attention stays inside a document; only the order of samples is drawn anew each
-epoch.
+Sample i is the tokens [i * length, (i + 1) * length) of all documents concatenated. Documents that share a sample do not
+affect each other, because attention stays within a document; only the order of samples changes between epochs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.data.manifest import Manifest, Split
+from fourfold.data.manifest import DatasetManifest, Split
 from fourfold.data.shards import ENDS_DTYPE
 
 NO_LABEL = -100
@@ -24,11 +23,11 @@ Ints = NDArray[np.int64]
 
 
 class Sample(NamedTuple):
-    """What a Hugging Face causal LM takes, each [length].
+    """The inputs of a Hugging Face causal LM, each [length].
 
-    ``position_ids`` begin at 0 with each document, which is how the model's attention mask knows of documents.
-    ``labels`` are those of the tokens themselves (the model shifts them); the first token of a document has none,
-    because the one before it is of another document.
+    ``position_ids`` restart at 0 with each document, from which the model derives its attention mask. ``labels`` are the
+    tokens themselves (the model shifts them); the first token of a document has no label, because the token before it
+    belongs to another document.
     """
 
     input_ids: Ints
@@ -37,7 +36,7 @@ class Sample(NamedTuple):
 
 
 class Samples:
-    """The samples of one split of a prepared data set, read where they lie.
+    """The samples of one split of a prepared dataset, read from mapped files.
 
     Example:
         >>> samples = Samples("prepared", "train", length=1024)    # doctest: +SKIP
@@ -47,10 +46,12 @@ class Samples:
 
     def __init__(self, folder: str | Path, split: Split, length: int) -> None:
         if length < 2:
-            raise ValueError(f"a sample of {length} token has nothing to predict; use a length of at least 2")
+            raise ValueError(
+                f"a sample of {length} tokens has nothing to predict; use a length of at least 2"
+            )
         self.folder, self.length = Path(folder), length
-        self.manifest = Manifest.load(self.folder)
-        if wrong := self.manifest.wrong_with(self.folder, contents=False):
+        self.manifest = DatasetManifest.load(self.folder)
+        if wrong := self.manifest.find_damage(self.folder, contents=False):
             raise ValueError(f"{wrong[0]}; copy the folder again, or prepare it with --overwrite")
         self._shards = self.manifest.shards[split]
         self._stops = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
@@ -70,7 +71,7 @@ class Samples:
         return Sample(tokens, np.where(positions == 0, NO_LABEL, tokens), positions)
 
     def _check(self, index: int, tokens: Ints, starts: Ints) -> None:
-        """A model would look up a row that it does not have, which on a GPU ends in no words at all."""
+        """An id outside the vocabulary would fail on a GPU without a useful message."""
         highest, vocabulary = int(tokens.max()), self.manifest.tokenizer.vocab_size
         if highest >= vocabulary:
             raise ValueError(
@@ -79,11 +80,11 @@ class Samples:
             )
         if bool((np.diff(starts) < 0).any()):
             raise ValueError(
-                f"{self.folder}: documents of sample {index} end before they begin; copy the folder again"
+                f"{self.folder}: documents of sample {index} end before they start; copy the folder again"
             )
 
     def _read(self, first: int, stop: int) -> tuple[Ints, Ints]:
-        """(the tokens of [first, stop), where documents begin among them, the first of which is cut to begin at 0)."""
+        """(the tokens [first, stop), the starts of documents among them; the first is always 0)."""
         tokens = np.empty(stop - first, np.int64)
         starts = [np.zeros(1, np.int64)]
         at = first
@@ -93,7 +94,7 @@ class Samples:
             end = min(stop, int(self._stops[number]))
             ids, ends = self._open(number)
             tokens[at - first : end - first] = ids[at - begin : end - begin]
-            # A document that ends at e is followed by one that begins there; at the very end that is the next sample's.
+            # A document that ends at e is followed by one that starts there; at the end, that is in the next sample.
             inside = ends[
                 np.searchsorted(ends, at - begin, "right") : np.searchsorted(ends, end - begin, "right")
             ]
@@ -105,6 +106,6 @@ class Samples:
     def _map(self, number: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]:
         shard = self._shards[number]
         ids = np.memmap(self.folder / f"{shard.name}.bin", self.manifest.dtype, "r")
-        if not shard.documents:  # a document that only goes through: an empty file cannot be mapped
+        if not shard.documents:  # no document ends here; an empty file cannot be mapped
             return ids, np.empty(0, ENDS_DTYPE)
         return ids, np.memmap(self.folder / f"{shard.name}.ends", ENDS_DTYPE, "r")

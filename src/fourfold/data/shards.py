@@ -1,4 +1,4 @@
-"""Shards: files of tokens of a bounded size, each with a file that says where documents end."""
+"""Shards: token files of bounded size, each with a file of document ends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from fourfold import files
 from fourfold.untrusted_input import natural, relative_name, word
 
 ENDS_DTYPE = np.dtype("<u4")  # positions in one shard
@@ -35,7 +36,7 @@ class Shard:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Shard:
-        """A ValueError, or one of Python's own, if these are not those of a shard."""
+        """Raises ValueError, KeyError or TypeError if these are not the values of a shard."""
         return Shard(
             relative_name(values["name"]),
             natural(values["tokens"]),
@@ -46,18 +47,18 @@ class Shard:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest that holds every id, the low byte first on any machine."""
+    """The narrowest little-endian dtype that holds every id."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 class ShardWriter:
-    """Writes documents one after the other; a document may go on in the next shard."""
+    """Writes documents one after another; a document may continue in the next shard."""
 
     def __init__(
         self, folder: Path, prefix: str, dtype: np.dtype[Any], shard_tokens: int = SHARD_TOKENS
     ) -> None:
         self._folder, self._prefix, self._dtype, self._limit = folder, prefix, dtype, shard_tokens
-        self._open: tuple[_Hashed, _Hashed] | None = None
+        self._open: tuple[_HashedFile, _HashedFile] | None = None
         self._tokens = self._documents = 0
         self.shards: list[Shard] = []
 
@@ -76,7 +77,7 @@ class ShardWriter:
                 self._documents += 1
 
     def close(self) -> None:
-        """Give the shard its name, once all of it is on the disk."""
+        """Finish the shard: it gets its name once all of it is on the disk."""
         if self._open is None:
             return
         name = self._name
@@ -88,19 +89,19 @@ class ShardWriter:
     def _name(self) -> str:
         return f"{self._prefix}-{len(self.shards):03d}"
 
-    def _files(self) -> tuple[_Hashed, _Hashed]:
+    def _files(self) -> tuple[_HashedFile, _HashedFile]:
         if self._open is None:
             path = self._folder / self._name
-            self._open = (_Hashed(path.with_suffix(".bin")), _Hashed(path.with_suffix(".ends")))
+            self._open = (_HashedFile(path.with_suffix(".bin")), _HashedFile(path.with_suffix(".ends")))
         return self._open
 
 
-class _Hashed:
-    """A file that is hashed as it is written and has another name until it is whole."""
+class _HashedFile:
+    """A file that is hashed as it is written, and has another name until it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = unfinished(path).open("wb")
+        self._file = files.unfinished(path).open("wb")
         self._hash = xxhash.xxh3_128()
 
     def write(self, data: bytes) -> None:
@@ -108,44 +109,15 @@ class _Hashed:
         self._hash.update(data)
 
     def close(self) -> str:
-        publish(self._file, self._path)
+        files.publish(self._file, self._path)
         return self._hash.hexdigest()
 
 
-def unfinished(path: Path) -> Path:
-    # By process: one that outlives a killed parent for a moment must not write into the file of the next.
-    return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+# -- verification --------------------------------------------------------------------------------
 
 
-def publish(file: BinaryIO, path: Path) -> None:
-    """Close the unfinished file of this path; it has its name only when all of it is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-    os.replace(unfinished(path), path)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All of the file or nothing, also if the machine stops."""
-    file = unfinished(path).open("wb")
-    file.write(text.encode())
-    publish(file, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# -- are the files what they were? --------------------------------------------------------------------------------
-
-
-def wrong_with(folder: Path, shards: list[Shard], dtype: np.dtype[Any], *, contents: bool) -> Iterator[str]:
-    """What is wrong with the files of these shards: presence and size, and with ``contents`` every byte."""
+def find_damage(folder: Path, shards: list[Shard], dtype: np.dtype[Any], *, contents: bool) -> Iterator[str]:
+    """Problems of the files of these shards: presence and size, and with ``contents`` also hashes."""
     for shard in shards:
         for suffix, size_bytes, digest in (
             (".bin", shard.tokens * dtype.itemsize, shard.bin_xxh3),
@@ -170,7 +142,7 @@ def file_xxh3(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process at a time writes into a folder; the system frees it when the process ends, however it ends."""
+    """Let one process at a time write to a folder; the system releases the lock when the process ends."""
     import fcntl
 
     descriptor = os.open(folder, os.O_RDONLY)
@@ -179,7 +151,7 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"another process is preparing {folder}; wait for it, or take another folder"
+                f"another process is preparing {folder}; wait for it, or use another folder"
             ) from None
         yield
     finally:

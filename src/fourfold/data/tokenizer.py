@@ -1,4 +1,4 @@
-"""Tokenizers: one that exists, or one trained on the spot, and what identifies it."""
+"""Loads or trains a tokenizer, and identifies it by a fingerprint."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True)
-class TokenizerFacts:
-    """What prepared tokens depend on."""
+class TokenizerInfo:
+    """The properties of a tokenizer that prepared tokens depend on."""
 
     fingerprint: str
     vocab_size: int
     eos_id: int
 
     @staticmethod
-    def from_json(values: dict[str, Any]) -> TokenizerFacts:
-        return TokenizerFacts(
+    def from_json(values: dict[str, Any]) -> TokenizerInfo:
+        return TokenizerInfo(
             word(values["fingerprint"]),
             natural(values["vocab_size"], 1 << 32),
             natural(values["eos_id"], 1 << 32),
@@ -34,13 +34,13 @@ class TokenizerFacts:
 
 
 def load_tokenizer(name: str | Path) -> Any:
-    """A tokenizer of Hugging Face: a folder, or a hub id."""
+    """Load a Hugging Face tokenizer from a folder or a hub id."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"tokenizer {name} has no {FILE} (it is written in Python); save a fast one with save_pretrained and name that"
+            f"tokenizer {name} has no {FILE} (it is written in Python); save a fast one with save_pretrained and use that"
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -50,7 +50,7 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE of so many tokens: any text can be written in it.
+    """Train a byte-level BPE tokenizer of ``vocab_size`` tokens; it can encode any text.
 
     Example:
         >>> tokenizer = train_tokenizer(["to be or not to be"] * 9, vocab_size=270)
@@ -64,7 +64,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     least = len(alphabet) + 1
     if vocab_size < least:
         raise ValueError(
-            f"a vocabulary of {vocab_size} cannot hold {least}: the 256 bytes and {END_OF_TEXT}; use more"
+            f"a vocabulary of {vocab_size} cannot hold {least}: the 256 bytes and {END_OF_TEXT}; use at least {least}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -79,25 +79,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerFacts:
-    """Keep the tokenizer with the tokens that it made; `AutoTokenizer.from_pretrained` loads the folder."""
+def save_tokenizer(tokenizer: Any, folder: Path) -> TokenizerInfo:
+    """Save the tokenizer with its tokens; `AutoTokenizer.from_pretrained` loads the folder."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     tokenizer.save_pretrained(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
-    return facts_of(tokenizer)
+    return tokenizer_info(tokenizer)
 
 
-def facts_of(tokenizer: Any) -> TokenizerFacts:
+def tokenizer_info(tokenizer: Any) -> TokenizerInfo:
     content = plain_backend(tokenizer.backend_tokenizer.to_str()).to_str()
-    return TokenizerFacts(
+    return TokenizerInfo(
         xxhash.xxh3_128_hexdigest(content.encode()), len(tokenizer), int(tokenizer.eos_token_id)
     )
 
 
 def plain_backend(content: str) -> Any:
-    """The tokenizer of a `tokenizer.json`, without cutting and filling, which are for batches of a model."""
+    """The tokenizer of a `tokenizer.json`, without truncation and padding."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(content)

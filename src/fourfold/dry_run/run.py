@@ -230,7 +230,7 @@ def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
     if isinstance(model, (str, Path)):
         if (isinstance(model, Path) or model.endswith(".json")) and not Path(model).exists():
             raise ValueError(f"there is no config {model}; give the path of a Hugging Face config.json")
-        model = outside.model_config(model)
+        model = outside.load_model_config(model)
     with torch.device("meta"):
         module: nn.Module = transformers.AutoModelForCausalLM.from_config(model)
     return module

@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that `from_pretrained` loads: files in, files out, no model and no ranks."""
+"""Converts a checkpoint to a folder that `from_pretrained` loads, without a model or ranks."""
 
 from fourfold.export.folder import Exported, export
 

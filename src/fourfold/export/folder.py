@@ -1,4 +1,4 @@
-"""The whole folder: which checkpoint, checked; weights, configurations, tokenizer and card; there whole or not at all."""
+"""Exports a verified checkpoint: weights, configs, tokenizer and model card, written atomically."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from fourfold.checkpoint import retention
 from fourfold.checkpoint.commit import step_name, step_of
 from fourfold.checkpoint.folder import Folder, open_folder
-from fourfold.checkpoint.manifest import Damaged, dump_json, find_damage, read_json
+from fourfold.checkpoint.manifest import CorruptCheckpointError, dump_json, find_damage, read_json
 from fourfold.checkpoint.state import VALUES
 from fourfold.checkpoint.storage import Reader
 from fourfold.export import tokenizer as tokenizers
@@ -25,7 +25,7 @@ CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written of which step, and what a person should know of it."""
+    """What was written, for which step, and notes for the user."""
 
     step: int
     files: tuple[str, ...]
@@ -43,10 +43,10 @@ def export(
     tokenizer: str | os.PathLike[str] | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Make a Hugging Face folder ``out`` of a checkpoint, or of the newest valid one in a run's folder.
+    """Export a checkpoint, or the newest valid one in a run's folder, to the Hugging Face folder ``out``.
 
-    Every file of the checkpoint is hashed first. ``dtype`` casts the weights, ``tokenizer`` is a folder or a hub id,
-    by default that of the run's first data set. Needs as much memory as a few blocks of a file.
+    Every file of the checkpoint is hashed first. ``dtype`` casts the weights; ``tokenizer`` is a folder or a hub id, by
+    default that of the run's first dataset. Memory use is a few blocks of a file.
 
     Example:
         >>> export("runs/one", "exported", dtype=torch.bfloat16)  # doctest: +SKIP
@@ -58,7 +58,7 @@ def export(
     unfinished = f"{name}.tmp" if parent.renames else name
     for taken in dict.fromkeys((name, unfinished)):
         if taken in parent.names():
-            left = " (an export that was killed leaves it)" if taken != name else ""
+            left = " (left by an export that was killed)" if taken != name else ""
             raise FileExistsError(
                 f"{parent}/{taken} exists{left}, and nothing is overwritten; move it away, or export elsewhere"
             )
@@ -77,13 +77,13 @@ def export(
         facts = Facts(values, weights, chosen.fingerprint if chosen else None)
         files.append(CARD)
         folder.write(CARD, [model_card(facts).encode()])
-        # Last: where folders cannot be renamed, from_pretrained takes none without it.
+        # Last: where folders cannot be renamed, from_pretrained loads no folder without it.
         if values["model"] is not None:
             files.append(CONFIG)
             folder.write(CONFIG, [dump_json(_with_dtype(values["model"], weights.dtype))])
         else:
             notes.append(
-                "no config.json: the model is none of Hugging Face's, and from_pretrained knows none"
+                "no config.json: the model is not a Hugging Face model, so from_pretrained cannot load it"
             )
         if parent.renames:
             parent.rename(unfinished, name)
@@ -93,11 +93,11 @@ def export(
     return Exported(step, tuple(files), weights.parameters, weights.bytes, tuple(notes))
 
 
-# -- from where, and where to --------------------------------------------------------------------------------------------
+# -- source and destination --------------------------------------------------------------------------------------------
 
 
 def _choose(where: str | os.PathLike[str], step: int | None) -> tuple[Folder, int, list[str]]:
-    """The folder of the run's checkpoints, the step of the newest one that is whole, and what was passed over."""
+    """The folder of the run's checkpoints, the step of the newest valid one, and notes on those that were skipped."""
     folder, last = os.path.split(os.fspath(where).rstrip("/"))
     named = step_of(last)
     root = open_folder(where)
@@ -110,7 +110,7 @@ def _choose(where: str | os.PathLike[str], step: int | None) -> tuple[Folder, in
     committed = retention.steps(root)
     if not committed:
         raise ValueError(
-            f"there is no checkpoint in {root}; give a step-N, or the folder that [checkpoints] folder of the run's file names"
+            f"there is no checkpoint in {root}; give a step-N, or the folder set as `folder` in [checkpoints] of the run config"
         )
     if step is not None and step not in committed:
         raise ValueError(
@@ -121,14 +121,18 @@ def _choose(where: str | os.PathLike[str], step: int | None) -> tuple[Folder, in
     )
     notes = [f"damaged, and not exported: {line}" for lines in damaged.values() for line in lines]
     if found is None:
-        raise Damaged("\n".join([f"none of the {len(damaged)} checkpoints looked at is valid", *notes]))
+        raise CorruptCheckpointError(
+            "\n".join([f"none of the {len(damaged)} checkpoints checked is valid", *notes])
+        )
     return root, found, notes
 
 
 def _split(out: str | os.PathLike[str]) -> tuple[Folder, str]:
     folder, name = os.path.split(os.fspath(out).rstrip("/"))
     if name in ("", ".", "..") or name.endswith(":") or folder.endswith(":/"):
-        raise ValueError(f"{os.fspath(out)!r} names no folder to make; give one that does not exist yet")
+        raise ValueError(
+            f"{os.fspath(out)!r} does not name a folder to create; give one that does not exist yet"
+        )
     return open_folder(folder or "."), name
 
 
@@ -136,7 +140,7 @@ def _split(out: str | os.PathLike[str]) -> tuple[Folder, str]:
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """from_pretrained casts the weights to what the configuration says, and so do those of a model's parts."""
+    """The config with this dtype, which from_pretrained casts to, also in the configs of submodels."""
     named = {key: _with_dtype(v, dtype) if _is_config(v) else v for key, v in config.items()}
     named.pop("torch_dtype", None)  # its name before transformers 5
     return named | {"dtype": str(dtype).removeprefix("torch.")}
@@ -147,7 +151,7 @@ def _is_config(value: Any) -> bool:
 
 
 def _generation(values: dict[str, Any], tokenizer: tokenizers.Chosen | None) -> dict[str, Any]:
-    """What the model began with, if that is there; otherwise what generation begins and ends with."""
+    """The generation config of the pretrained model if there is one, otherwise the special token ids."""
     pretrained = value_at(values, "config", "model", "pretrained")
     if isinstance(pretrained, str) and (Path(pretrained) / GENERATION).is_file():
         return read_json(open_folder(pretrained), GENERATION)

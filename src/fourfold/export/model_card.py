@@ -1,4 +1,4 @@
-"""The model's card: the facts of the run that made it, as its checkpoint and its log have them, and nothing else."""
+"""The model card, written from the checkpoint and the log of the run alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){line}
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card is made of: a checkpoint's values, the weights written, the tokenizer's fingerprint if there is one."""
+    """The inputs of a card: the checkpoint's values, the weights written, the tokenizer's fingerprint if any."""
 
     values: dict[str, Any]
     weights: Weights
@@ -35,7 +35,7 @@ class Facts:
 
 
 def model_card(facts: Facts) -> str:
-    """README.md of an exported folder; a fact that no file has makes no line."""
+    """README.md of an exported folder; unknown facts are left out."""
     values = facts.values
     architecture = value_at(values, "model", "architectures")
     name = architecture[0] if architecture else "A model"
@@ -45,7 +45,7 @@ def model_card(facts: Facts) -> str:
         "Trained with Fourfold. This page was written from the checkpoint and the log of the run.\n",
         _use(facts.tokenizer is not None) if values["model"] is not None else "",
         _section("Model", _model(facts)),
-        _section("TrainState", _training(values)),
+        _section("Training", _training(values)),
         _section("Loss", _losses(values)),
         _data(values),
         _section("Versions", sorted((value_at(values, "versions") or {}).items())),
@@ -60,7 +60,7 @@ def _use(with_tokenizer: bool) -> str:
     return USE.format(more=", AutoTokenizer", line=line)
 
 
-# -- the sections ------------------------------------------------------------------------------------------------------
+# -- sections ------------------------------------------------------------------------------------------------------
 
 
 def _model(facts: Facts) -> Iterable[Row]:
@@ -86,7 +86,7 @@ def _model(facts: Facts) -> Iterable[Row]:
 
 def _training(values: dict[str, Any]) -> Iterable[Row]:
     config = values["config"]
-    for kind, words in (("pretrained", "the weights of {}"), ("config", "drawn weights, {}")):
+    for kind, words in (("pretrained", "the weights of {}"), ("config", "random init, {}")):
         if (where := value_at(config, "model", kind)) is not None:
             yield "began from", words.format(where)
     steps = value_at(config, "schedule", "steps")
@@ -99,7 +99,7 @@ def _training(values: dict[str, Any]) -> Iterable[Row]:
     yield from _settings(config, "optimizer", "name", "lr", "betas", "eps", "weight_decay", "max_norm")
     yield from _settings(config, "schedule", "kind", "warmup_steps", "decay_steps", "final")
     if (precision := value_at(config, "engine", "precision")) is not None:
-        yield "precision", f"{precision}, fp32 masters"
+        yield "precision", f"{precision}, fp32 master weights"
     grid = values["grid"]
     yield (
         "grid",
@@ -122,11 +122,11 @@ def _data(values: dict[str, Any]) -> str:
     return "## Data\n\n" + _table(("data set", "weight", "fingerprint"), rows) if rows else ""
 
 
-# -- words and tables --------------------------------------------------------------------------------------------------
+# -- formatting --------------------------------------------------------------------------------------------------
 
 
 def _given(table: Any, *wanted: tuple[str, ...]) -> Iterable[Row]:
-    """Of each fact the first of its names that the table has."""
+    """Each fact under the first of its names that the table has."""
     for title, *names in wanted:
         found = [value for name in names if (value := value_at(table, name)) is not None]
         if found:
@@ -158,6 +158,6 @@ def _plain(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    """On one line, and of the text alone: a path may hold what Markdown takes for its own."""
+    """On one line, with Markdown's special characters escaped: a path may contain them."""
     text = " ".join(_plain(value).split())
     return "".join(f"\\{c}" if c in "\\|`*_<[" else c for c in text)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, any of which may be missing: the loop may have been one's own."""
+"""Values of the run stored in a checkpoint; any may be missing, because the training loop may be the user's own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fourfold.train.observe.metrics import METRICS, read_metrics
 
 
 def value_at(values: Any, *path: str) -> Any:
-    """The value at a path of names, or None.
+    """The value at a path of keys, or None.
 
     Example:
         >>> value_at({"config": {"optimizer": {"lr": 0.001}}}, "config", "optimizer", "lr")
         0.001
-        >>> value_at({"config": "of one's own"}, "config", "optimizer", "lr") is None
+        >>> value_at({"config": "custom"}, "config", "optimizer", "lr") is None
         True
     """
     for name in path:
@@ -23,7 +23,7 @@ def value_at(values: Any, *path: str) -> Any:
 
 
 def data_sources(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The data sets of the run's configuration, each with the fingerprint that its samples were read with."""
+    """The datasets of the run config, each with the fingerprint of the data that was read."""
     named = value_at(values, "config", "data", "sources")
     named = [s for s in named if isinstance(s, dict)] if isinstance(named, list) else []
     fingerprints = value_at(values, "data", "sources")
@@ -33,7 +33,7 @@ def data_sources(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def last_losses(values: dict[str, Any]) -> dict[str, tuple[int, float, Path]]:
-    """The last ``loss`` and ``validation_loss`` up to the checkpoint's step: its step, its value and its file."""
+    """The last ``loss`` and ``validation_loss`` up to the checkpoint's step: (step, value, file)."""
     folder = value_at(values, "config", "logging", "folder")
     if not isinstance(folder, str) or not (file := Path(folder) / METRICS).is_file():
         return {}

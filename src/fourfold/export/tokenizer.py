@@ -1,4 +1,4 @@
-"""The tokenizer of a run: that of its first data set, or one that is named."""
+"""The tokenizer of a run: that of its first dataset, or one given by the user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.checkpoint.folder import Folder
-from fourfold.data.tokenizer import facts_of, load_tokenizer
+from fourfold.data.tokenizer import load_tokenizer, tokenizer_info
 from fourfold.export.run_values import data_sources, value_at
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -25,7 +25,7 @@ class Chosen:
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """What generation begins and ends with: the tokens of the data, whatever the model's configuration says."""
+        """Special token ids for generation: those of the data, whatever the model's config says."""
         found = {name: getattr(self.tokenizer, name) for name in SPECIAL_IDS}
         return {name: int(value) for name, value in found.items() if value is not None}
 
@@ -39,11 +39,11 @@ class Chosen:
 
 
 def find(named: Name | None, values: dict[str, Any]) -> tuple[Chosen | None, list[str]]:
-    """The one that is named, or that of the first data set if it is there; and what to say of it."""
+    """The given tokenizer, or that of the first dataset if it exists; and notes for the user."""
     if named is None:
         sources = data_sources(values)
         if not sources:
-            return None, ["no tokenizer: the checkpoint names no data set; --tokenizer FOLDER adds one"]
+            return None, ["no tokenizer: the checkpoint names no dataset; --tokenizer FOLDER adds one"]
         named = Path(str(sources[0].get("path"))) / "tokenizer"
         if not named.is_dir():
             return None, [f"no tokenizer: there is no {named} here; --tokenizer FOLDER adds one"]
@@ -55,7 +55,7 @@ def find(named: Name | None, values: dict[str, Any]) -> tuple[Chosen | None, lis
     rows = value_at(values, "model", "vocab_size")
     if isinstance(rows, int) and len(tokenizer) > rows:
         raise ValueError(
-            f"tokenizer {os.fspath(named)} has {len(tokenizer)} tokens, the model has rows for {rows}; give the "
+            f"tokenizer {os.fspath(named)} has {len(tokenizer)} tokens, the model's vocabulary has {rows}; give the "
             "tokenizer that it was trained with"
         )
-    return Chosen(tokenizer, facts_of(tokenizer).fingerprint), []
+    return Chosen(tokenizer, tokenizer_info(tokenizer).fingerprint), []

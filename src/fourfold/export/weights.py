@@ -1,4 +1,4 @@
-"""A checkpoint's weights as Hugging Face's safetensors: some rows of a tensor in memory at a time, never the model."""
+"""Writes the weights of a checkpoint as Hugging Face safetensors, holding only a few rows of a tensor in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fourfold.checkpoint.folder import Folder
 from fourfold.checkpoint.index import tensors
 from fourfold.checkpoint.manifest import dump_json
 from fourfold.checkpoint.state import MODEL
-from fourfold.checkpoint.storage import Reader, lay_out, raw_bytes, read_rows
+from fourfold.checkpoint.storage import Reader, raw_bytes, read_rows, safetensors_header
 
 FILE_BYTES = 5 * 10**9
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -21,7 +21,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """What was written: numbers and bytes of all tensors, and the dtype that holds any of them."""
+    """What was written: parameters and bytes of all tensors, and their widest dtype."""
 
     files: tuple[str, ...]
     parameters: int
@@ -32,13 +32,13 @@ class Weights:
 def write_weights(
     reader: Reader, out: Folder, *, dtype: torch.dtype | None = None, file_bytes: int = FILE_BYTES
 ) -> Weights:
-    """Write the model of a checkpoint to ``out``; ``dtype`` casts the floating-point numbers.
+    """Write the model of a checkpoint to ``out``; ``dtype`` casts the floating-point tensors.
 
-    Names are those of the checkpoint, which are Hugging Face's; of tied weights it has one.
+    Names are those of Hugging Face, as in the checkpoint; tied weights are written once.
     """
     weights = _on_meta(reader, dtype)
     if not weights:
-        raise ValueError(f"{reader.folder} has no tensor of a model")
+        raise ValueError(f"{reader.folder} has no tensors of a model")
     groups = _files(weights, file_bytes)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(groups, start=1):
@@ -58,7 +58,7 @@ def write_weights(
 
 
 def _on_meta(reader: Reader, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors to write, without numbers."""
+    """The tensors to write, on the meta device."""
     weights = {}
     for name, tensor in tensors(reader.metadata).items():
         if name.startswith(MODEL):
@@ -69,7 +69,7 @@ def _on_meta(reader: Reader, dtype: torch.dtype | None) -> dict[str, Tensor]:
 
 
 def _files(weights: dict[str, Tensor], file_bytes: int) -> list[list[str]]:
-    """Names by file: as many as fit in it, at least one."""
+    """Tensor names by file: as many as fit, at least one."""
     files: list[list[str]] = [[]]
     size = 0
     for name, empty in weights.items():
@@ -82,7 +82,7 @@ def _files(weights: dict[str, Tensor], file_bytes: int) -> list[list[str]]:
 
 
 def _content(reader: Reader, weights: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    header, ranges = lay_out(weights)
+    header, ranges = safetensors_header(weights)
     yield header
     for name in ranges:
         for rows in read_rows(reader, f"{MODEL}{name}", weights[name].dtype):

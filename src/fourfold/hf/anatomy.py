@@ -1,4 +1,4 @@
-"""What a model says of itself: its parts, its sizes, its heads."""
+"""Reads the structure of a model: its embedding and head, sizes and attention heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KV_HEAD_ATTRIBUTES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_he
 
 
 class Anatomy:
-    """Where a model keeps its embedding and head, how wide it is, and what its attention modules count."""
+    """The embedding, head, hidden size and head counts of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -87,7 +87,7 @@ def text_root(model: nn.Module) -> str:
 
 
 def idle_towers(model: nn.Module) -> list[str]:
-    """The parts of a multimodal model that text does not pass: neither its language model nor the head."""
+    """The submodules of a multimodal model that text does not pass through: neither language model nor head."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config") or getattr(config, "is_encoder_decoder", False):
         return []
@@ -97,11 +97,11 @@ def idle_towers(model: nn.Module) -> list[str]:
     towers = []
     for name, module in model.named_modules():
         parent = name.rpartition(".")[0]
-        beside = (
+        outside = (
             name and (not parent or root.startswith(f"{parent}.")) and not f"{root}.".startswith(f"{name}.")
         )
         used = any(m is head for m in module.modules())
-        if beside and root and not used and next(module.parameters(), None) is not None:
+        if outside and root and not used and next(module.parameters(), None) is not None:
             towers.append(name)
     return towers
 

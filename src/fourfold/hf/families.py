@@ -1,7 +1,7 @@
-"""What is known of model families beyond their own tensor-parallel plan.
+"""What model families need beyond their own tensor-parallel plan.
 
-Patterns are module names relative to the model, `*` stands for one part of a name; the words are those of Hugging
-Face's plans and the few more that `roles.py` explains. Families with a complete plan of their own need no entry.
+Patterns are module names relative to the model; `*` stands for one part of a name. The roles are those of Hugging Face's
+plans and a few more, explained in `roles.py`. Families with a complete plan of their own need no entry.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Family:
-    """What one `model_type` needs told."""
+    """What one `model_type` needs besides its plan."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
     # Fused projections: module pattern -> segments, in words that `roles.py` turns into widths.
@@ -21,126 +21,99 @@ class Family:
     inner_attributes: tuple[str, ...] = ()
     # Attention reads head counts from its config instead of its own attributes.
     heads_from_config: bool = False
-    # Modules whose output is whole on each rank where the next one reads hidden features: cut over y behind them.
+    # Modules whose output is unsharded, but whose consumer reads hidden features sharded over y: shard it after them.
     cut_outputs: tuple[str, ...] = ()
     # Arguments of attention that carry one slice for each head: name -> the dim, "heads", "batch*heads" or "batch,heads".
     head_arguments: Mapping[str, str] = field(default_factory=dict)
-    # Why the family's code cannot be cut exactly, if it cannot.
-    refused: str | None = None
+    # Why the family cannot be sharded exactly, if it cannot.
+    unsupported: str | None = None
 
 
-_LLAMA_LIKE = {
-    "*.layers.*.self_attn.q_proj": "colwise",
-    "*.layers.*.self_attn.k_proj": "colwise",
-    "*.layers.*.self_attn.v_proj": "colwise",
-    "*.layers.*.self_attn.o_proj": "rowwise",
-    "*.layers.*.mlp.gate_proj": "colwise",
-    "*.layers.*.mlp.up_proj": "colwise",
-    "*.layers.*.mlp.down_proj": "rowwise",
-}
-_FAIRSEQ_LIKE = {
-    "self_attn.q_proj": "colwise",
-    "self_attn.k_proj": "colwise",
-    "self_attn.v_proj": "colwise",
-    "self_attn.out_proj": "rowwise",
-    "fc1": "colwise",
-    "fc2": "rowwise",
-}
+def _roles(prefix: str, *, colwise: str, rowwise: str, **others: str) -> dict[str, str]:
+    """Module names, separated by spaces, under ``prefix`` -> their roles."""
+    named = {"colwise": colwise, "rowwise": rowwise, **others}
+    return {f"{prefix}.{name}": role for role, names in named.items() for name in names.split()}
 
 
-def _under(prefix: str, roles: Mapping[str, str]) -> dict[str, str]:
-    return {f"{prefix}.{name}": role for name, role in roles.items()}
+_LLAMA_LIKE = _roles(
+    "*.layers.*",
+    colwise="self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj",
+    rowwise="self_attn.o_proj mlp.down_proj",
+)
 
 
-_NEOX_LIKE = {
-    "mlp.dense_h_to_4h": "colwise",
-    "mlp.dense_4h_to_h": "rowwise",
-}
-_BLOOM_LIKE = {
-    "self_attention.query_key_value": "colwise",
-    "self_attention.dense": "rowwise",
-    **_NEOX_LIKE,
-}
-_GPT2_LIKE = {
-    "attn.c_attn": "colwise",
-    "attn.c_proj": "rowwise",
-    "mlp.c_fc": "colwise",
-    "mlp.c_proj": "rowwise",
-}
+def _fairseq_like(prefix: str) -> dict[str, str]:
+    colwise = "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1"
+    return _roles(prefix, colwise=colwise, rowwise="self_attn.out_proj fc2")
+
+
+def _neox_like(prefix: str, attention: str, **others: str) -> dict[str, str]:
+    colwise, rowwise = (
+        f"{attention}.query_key_value mlp.dense_h_to_4h",
+        f"{attention}.dense mlp.dense_4h_to_h",
+    )
+    return _roles(prefix, colwise=colwise, rowwise=rowwise, **others)
+
+
+_GPT2_LIKE = _roles("transformer.h.*", colwise="attn.c_attn mlp.c_fc", rowwise="attn.c_proj mlp.c_proj")
+
+_PHI3_LIKE = Family(
+    packed={"*.layers.*.self_attn.qkv_proj": "q,k,v", "*.layers.*.mlp.gate_up_proj": "halves"},
+    heads_from_config=True,
+)
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
-        _under("transformer.h.*", _GPT2_LIKE),
+        _GPT2_LIKE,
         packed={"transformer.h.*.attn.c_attn": "thirds"},
         inner_attributes=("split_size", "embed_dim"),
     ),
-    "opt": Family(_under("model.decoder.layers.*", _FAIRSEQ_LIKE), inner_attributes=("embed_dim",)),
+    "opt": Family(_fairseq_like("model.decoder.layers.*"), inner_attributes=("embed_dim",)),
     "xglm": Family(
-        _under("model.layers.*", _FAIRSEQ_LIKE),
+        _fairseq_like("model.layers.*"),
         inner_attributes=("embed_dim",),
         cut_outputs=("model.embed_positions",),  # sines and cosines, made for all features
     ),
-    "biogpt": Family(_under("biogpt.layers.*", _FAIRSEQ_LIKE), inner_attributes=("embed_dim",)),
-    "bloom": Family(_under("transformer.h.*", _BLOOM_LIKE), head_arguments={"alibi": "batch*heads"}),
+    "biogpt": Family(_fairseq_like("biogpt.layers.*"), inner_attributes=("embed_dim",)),
+    "bloom": Family(_neox_like("transformer.h.*", "self_attention"), head_arguments={"alibi": "batch*heads"}),
     # With ALiBi, its slopes are part of the attention mask.
     "falcon": Family(
-        _under("transformer.h.*", _BLOOM_LIKE),
+        _neox_like("transformer.h.*", "self_attention"),
         head_arguments={"alibi": "batch*heads", "attention_mask": "batch,heads"},
     ),
     "gpt_neo": Family(
-        _under(
+        _roles(
             "transformer.h.*",
-            {
-                "attn.attention.q_proj": "colwise",
-                "attn.attention.k_proj": "colwise",
-                "attn.attention.v_proj": "colwise",
-                "attn.attention.out_proj": "rowwise",
-                "mlp.c_fc": "colwise",
-                "mlp.c_proj": "rowwise",
-            },
+            colwise="attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj mlp.c_fc",
+            rowwise="attn.attention.out_proj mlp.c_proj",
         ),
         inner_attributes=("embed_dim",),
     ),
     "gptj": Family(
-        _under(
+        _roles(
             "transformer.h.*",
-            {
-                "attn.q_proj": "colwise",
-                "attn.k_proj": "colwise",
-                "attn.v_proj": "colwise",
-                "attn.out_proj": "rowwise",
-                "mlp.fc_in": "colwise",
-                "mlp.fc_out": "rowwise",
-            },
+            colwise="attn.q_proj attn.k_proj attn.v_proj mlp.fc_in",
+            rowwise="attn.out_proj mlp.fc_out",
         ),
         inner_attributes=("embed_dim",),
     ),
     "mpt": Family(
-        _under(
+        _roles(
             "transformer.blocks.*",
-            {
-                "attn.Wqkv": "colwise",
-                "attn.out_proj": "rowwise",
-                "ffn.up_proj": "colwise",
-                "ffn.down_proj": "rowwise",
-            },
+            colwise="attn.Wqkv ffn.up_proj",
+            rowwise="attn.out_proj ffn.down_proj",
         ),
         packed={"transformer.blocks.*.attn.Wqkv": "thirds"},
         inner_attributes=("hidden_size",),
         head_arguments={"position_bias": "heads"},
     ),
-    "gpt_bigcode": Family(_under("transformer.h.*", _GPT2_LIKE), inner_attributes=("embed_dim", "kv_dim")),
+    "gpt_bigcode": Family(_GPT2_LIKE, inner_attributes=("embed_dim", "kv_dim")),
     "openai-gpt": Family(
-        _under("transformer.h.*", _GPT2_LIKE),
+        _GPT2_LIKE,
         packed={"transformer.h.*.attn.c_attn": "thirds"},
         inner_attributes=("split_size", "n_state"),
     ),
-    "persimmon": Family(
-        _under(
-            "model.layers.*",
-            {"self_attn.query_key_value": "colwise", "self_attn.dense": "rowwise", **_NEOX_LIKE},
-        ),
-    ),
+    "persimmon": Family(_neox_like("model.layers.*", "self_attn")),
     "stablelm": Family(_LLAMA_LIKE),
     "hunyuan_v1_dense": Family(_LLAMA_LIKE),
     "bitnet": Family(
@@ -151,24 +124,16 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "diffllama": Family(
-        refused="its attention takes the difference of head i and head i + heads/2, which a cut over x parts"
+        unsupported="its attention takes the difference of head i and head i + heads/2, which sharding over x separates"
     ),
     "codegen": Family(
-        refused="its fused projection is ordered for four model-parallel ranks (mp_num = 4 in CodeGenAttention.forward)"
+        unsupported="its fused projection is ordered for four model-parallel ranks (mp_num = 4 in CodeGenAttention.forward)"
     ),
     "ctrl": Family(
-        refused="it adds a table of positions for all features in CTRLModel.forward, where no module can be cut"
+        unsupported="it adds a table of positions for all features in CTRLModel.forward, where there is no module to shard"
     ),
     "gpt_neox_japanese": Family(
-        _under(
-            "gpt_neox_japanese.layers.*",
-            {
-                "attention.query_key_value": "colwise",
-                "attention.dense": "rowwise",
-                "attention.dense_bias": "features",
-                **_NEOX_LIKE,
-            },
-        ),
+        _neox_like("gpt_neox_japanese.layers.*", "attention", features="attention.dense_bias"),
     ),
     "apertus": Family(
         {
@@ -177,10 +142,10 @@ FAMILIES: dict[str, Family] = {
         }
     ),
     "doge": Family(
-        refused="its attention's dt_proj mixes all key/value heads into one number for each: from x to x, and not a role"
+        unsupported="its attention's dt_proj mixes all key/value heads into one value for each: a linear from x to x, for which there is no role"
     ),
     "muse_glimmer_assistant": Family(
-        refused="its encoder.fc, in the plan as rowwise_split_input, reads features that no layer before it has cut"
+        unsupported="its encoder.fc, in the plan as rowwise_split_input, reads features that no earlier layer has sharded"
     ),
     "hrm_text": Family({"model.z_L_init": "features"}),
     "esmc": Family(
@@ -193,11 +158,11 @@ FAMILIES: dict[str, Family] = {
     "ultrabert": Family({"head.linear1": "colwise", "head.linear2": "rowwise", "head.decoder": "colwise"}),
     "modernbert-decoder": Family(
         {
-            **_under(
-                "model.layers.*.attn",
-                {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "Wo": "rowwise"},
+            **_roles(
+                "model.layers.*",
+                colwise="attn.q_proj attn.k_proj attn.v_proj mlp.Wi",
+                rowwise="attn.Wo mlp.Wo",
             ),
-            **_under("model.layers.*.mlp", {"Wi": "colwise", "Wo": "rowwise"}),
             "lm_head.dense": "latent",
             "lm_head.norm": "replicated",
         },
@@ -205,27 +170,18 @@ FAMILIES: dict[str, Family] = {
         cut_outputs=("lm_head.norm",),
     ),
     "t5gemma": Family(
-        _under(
-            "model.decoder.layers.*.cross_attn",
-            {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"},
-        ),
+        _roles("model.decoder.layers.*.cross_attn", colwise="q_proj k_proj v_proj", rowwise="o_proj"),
     ),
     "emu3_text_model": Family(_LLAMA_LIKE),
-    "phi3": Family(
-        packed={"*.layers.*.self_attn.qkv_proj": "q,k,v", "*.layers.*.mlp.gate_up_proj": "halves"},
-        heads_from_config=True,
-    ),
-    "phi4_multimodal": Family(
-        packed={"*.layers.*.self_attn.qkv_proj": "q,k,v", "*.layers.*.mlp.gate_up_proj": "halves"},
-        heads_from_config=True,
-    ),
+    "phi3": _PHI3_LIKE,
+    "phi4_multimodal": _PHI3_LIKE,
     # Its plan names the MLP alone; attention is DeepSeek's latent attention, whose names `roles.py` knows.
     "youtu": Family(
         {"model.layers.*.self_attn.o_proj": "rowwise"},
     ),
 }
 
-# Words of latent attention (DeepSeek and those who follow it), by the last part of a module's name.
+# Roles of latent attention (DeepSeek and models like it), by the last part of a module's name.
 LATENT_ATTENTION = {
     "q_a_proj": "latent",
     "q_b_proj": "colwise_from_latent",

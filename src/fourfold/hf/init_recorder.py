@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the grid: a model's own initialisation, replayed piece by piece."""
+"""Records a model's own initialisation, to be replayed for any shard independently of the grid."""
 
 from __future__ import annotations
 
@@ -18,45 +18,51 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.hf.init_replay import OVERWRITES, InitReplay, Step
 
-# A parameter up to this size whose initialisation has no recipe is computed, and its values are the recipe: every
-# rank holds all of it. 2**18 has room for the state matrices of state-space layers, not for a projection.
-LARGEST_COMPUTED = 2**18
+# A parameter up to this size whose initialisation cannot be replayed is computed, and its values are recorded: every
+# rank holds all of it. 2**18 is enough for the state matrices of state-space layers, not for a projection.
+MAX_COMPUTED_ELEMENTS = 2**18
 
-MOST_TROUBLES = 8  # to print: what is wrong in one layer is wrong in a hundred
+MAX_PROBLEMS_SHOWN = 8  # a problem in one layer is usually in all layers
 
 # transformers marks what it has initialised with this attribute, on modules, parameters and buffers alike.
 _FLAG = "_is_hf_initialized"
 
 
 def record_initialization(model: nn.Module, *, seed: int = 0) -> dict[str, InitReplay]:
-    """Run a model's initialisation without its weights, and return what it does to each parameter.
+    """Run a model's initialisation without its weights, and return the steps for each parameter.
 
-    The model is best on `meta`; its parameters are neither read nor written, and it is left as found. Every module's
-    `reset_parameters()` runs first, as at construction, then the model's own rule over it: `initialize_weights()` of a
-    Hugging Face model, `apply(_init_weights)` of a plain module that has that method. What a constructor does to a
-    parameter beyond that cannot be seen.
+    The model is best on `meta`; its parameters are neither read nor written, and it is unchanged afterwards. Every
+    module's `reset_parameters()` runs first, as at construction, then the model's own rule: `initialize_weights()` of a
+    Hugging Face model, `apply(_init_weights)` of a plain module that has that method. Anything else that a constructor
+    does to a parameter is not recorded.
 
-    The keys are those of `model.named_parameters()`: a tied parameter appears once, initialised as Hugging Face does
-    it, by the module whose weight the others take over.
+    The keys are those of `model.named_parameters()`: a tied parameter appears once, initialised as in Hugging Face by
+    the module whose weight the others share.
 
     `seed` matters for small parameters that are computed from random numbers (Mamba's `dt_proj.bias`): their values are
-    part of the recipe, so every rank has to record with the same seed.
+    recorded, so every rank has to use the same seed.
     """
     records = _record(model, seed, computed=frozenset())
     computed = frozenset(
-        name for name, r in records.items() if r.refused and r.stand_in.numel() <= LARGEST_COMPUTED
+        name
+        for name, r in records.items()
+        if r.unsupported and r.placeholder.numel() <= MAX_COMPUTED_ELEMENTS
     )
     if computed:
         # If the second run fails, what the first could not record is the better explanation.
         with contextlib.suppress(ValueError):
             records |= {name: r for name, r in _record(model, seed, computed).items() if name in computed}
-    if troubles := [trouble for record in records.values() if (trouble := record.trouble())]:
+    if problems := [problem for record in records.values() if (problem := record.problem())]:
         raise ValueError(
             f"cannot record the initialisation of {type(model).__name__}; load a checkpoint instead:\n  "
-            + "\n  ".join(troubles[:MOST_TROUBLES])
-            + (f"\n  and {len(troubles) - MOST_TROUBLES} more" if len(troubles) > MOST_TROUBLES else "")
+            + "\n  ".join(problems[:MAX_PROBLEMS_SHOWN])
+            + (
+                f"\n  and {len(problems) - MAX_PROBLEMS_SHOWN} more"
+                if len(problems) > MAX_PROBLEMS_SHOWN
+                else ""
+            )
         )
-    return {name: InitReplay(tuple(r.stand_in.shape), tuple(r.steps)) for name, r in records.items()}
+    return {name: InitReplay(tuple(r.placeholder.shape), tuple(r.steps)) for name, r in records.items()}
 
 
 @torch.no_grad()
@@ -82,7 +88,7 @@ def restore_buffers(
         return True
 
     tensors = itertools.chain(model.parameters(), model.buffers())
-    with _left_as_found(model), _fixed_cpu_random_state(0), _Writes(tensors, on_write):
+    with _restored_afterwards(model), _fixed_cpu_random_state(0), _Writes(tensors, on_write):
         _initialize(model)
 
     lost = []
@@ -91,12 +97,12 @@ def restore_buffers(
             path = f"{prefix}.{name}".lstrip(".")
             if buffer is None or id(buffer) in restored or path in from_checkpoint:
                 continue
-            if id(buffer) not in buffers and not buffer.is_meta:  # put there by the initialisation
+            if id(buffer) not in buffers and not buffer.is_meta:  # created by the initialisation
                 module._buffers[name] = buffer.to(device)
             elif id(buffer) not in buffers or buffers[id(buffer)] == path:  # a shared buffer is named once
                 lost.append(path)
         lost += [
-            f"{prefix}.{name} (a tensor, but no buffer)".lstrip(".")
+            f"{prefix}.{name} (a tensor, but not a buffer)".lstrip(".")
             for name, value in vars(module).items()
             if isinstance(value, Tensor) and value.is_meta
         ]
@@ -107,20 +113,14 @@ def restore_buffers(
         )
 
 
-# --- replaying ---
-
-
-# --- recording ---
-
-
 def _record(model: nn.Module, seed: int, computed: frozenset[str]) -> dict[str, _Record]:
-    """One run of the initialisation, with real tensors for the parameters `computed` and none for the others."""
-    with _left_as_found(model):
-        records = _put_stand_ins(model, computed)
-        by_id = {id(record.stand_in): record for record in records.values()}
+    """One run of the initialisation, with real tensors only for the parameters in `computed`."""
+    with _restored_afterwards(model):
+        records = _put_placeholders(model, computed)
+        by_id = {id(record.placeholder): record for record in records.values()}
 
         def on_write(owner: Tensor, op: str, target: Tensor, operands: tuple[Any, ...]) -> bool:
-            record = by_id.get(id(owner))  # none for a tied place, or a buffer
+            record = by_id.get(id(owner))  # None for a tied parameter or a buffer
             if record is None:
                 return False
             if record.name not in computed:
@@ -129,7 +129,7 @@ def _record(model: nn.Module, seed: int, computed: frozenset[str]) -> dict[str, 
 
         tensors = itertools.chain(model.parameters(), model.buffers())
         try:
-            with _fixed_cpu_random_state(seed), _Writes(tensors, on_write), _NeverMeta():
+            with _fixed_cpu_random_state(seed), _Writes(tensors, on_write), _HideMeta():
                 _initialize(model)
         except (RuntimeError, NotImplementedError) as error:
             raise ValueError(
@@ -137,19 +137,19 @@ def _record(model: nn.Module, seed: int, computed: frozenset[str]) -> dict[str, 
                 "load a checkpoint instead"
             ) from error
     for name in computed:
-        records[name].steps = [Step("copy", values=records[name].stand_in.detach().float())]
+        records[name].steps = [Step("copy", values=records[name].placeholder.detach().float())]
     return records
 
 
-def _put_stand_ins(model: nn.Module, computed: frozenset[str]) -> dict[str, _Record]:
-    """Replace the parameters, and give each tied place one of its own that nobody looks at.
+def _put_placeholders(model: nn.Module, computed: frozenset[str]) -> dict[str, _Record]:
+    """Replace the parameters by placeholders, and give each tied path a separate one that is not recorded.
 
     Hugging Face initialises before it ties. On a model already tied, the head would overwrite the embedding, and with
     it the zeros of the padding row.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     records: dict[str, _Record] = {}
-    tied = _tied_places(model)
+    tied = _tied_paths(model)
     for path, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is None:
@@ -158,68 +158,70 @@ def _put_stand_ins(model: nn.Module, computed: frozenset[str]) -> dict[str, _Rec
             device = "cpu" if name in computed else "meta"
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             if empty.is_floating_point():
-                empty.fill_(math.nan)  # what stays so was never set
-            stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                empty.fill_(math.nan)  # a value that stays NaN was never set
+            placeholder = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             if f"{path}.{leaf}".lstrip(".") not in tied:
-                stand_in = records.setdefault(name, _Record(name, stand_in)).stand_in
-            module._parameters[leaf] = stand_in
+                placeholder = records.setdefault(name, _Record(name, placeholder)).placeholder
+            module._parameters[leaf] = placeholder
     assert records.keys() == set(names.values())
     return records
 
 
-def _tied_places(model: nn.Module) -> set[str]:
-    """The paths of the parameters that take over the value of another."""
-    places = set()
+def _tied_paths(model: nn.Module) -> set[str]:
+    """The paths of the parameters that share the value of another."""
+    paths = set()
     for path, module in model.named_modules():
         tied = getattr(module, "all_tied_weights_keys", None)
         for target, source in tied.items() if isinstance(tied, dict) else ():
             if module.get_parameter(target) is module.get_parameter(source):
-                places.add(f"{path}.{target}".lstrip("."))
-    return places
+                paths.add(f"{path}.{target}".lstrip("."))
+    return paths
 
 
 @dataclass
 class _Record:
-    """What has happened to one parameter so far."""
+    """The steps recorded for one parameter so far."""
 
     name: str
-    stand_in: nn.Parameter
+    placeholder: nn.Parameter
     steps: list[Step] = field(default_factory=list)
-    refused: str | None = None
+    unsupported: str | None = None
 
     def add(self, op: str, target: Tensor, operands: tuple[Any, ...]) -> None:
         step = _step(op, operands)
         if isinstance(step, str):
-            self.refused = self.refused or step
+            self.unsupported = self.unsupported or step
             return
-        rows = _rows(target, self.stand_in)
+        rows = _rows(target, self.placeholder)
         if rows is None:
-            self.refused = self.refused or f"{op} writes a part of shape {list(target.shape)}, not whole rows"
+            self.unsupported = (
+                self.unsupported or f"{op} writes a part of shape {list(target.shape)}, not whole rows"
+            )
             return
-        shape = self.stand_in.shape
+        shape = self.placeholder.shape
         height = shape[0] if shape else 1
         if step.values is not None:
             rows_shape = (rows[1] - rows[0], *shape[1:]) if shape else ()
             step = replace(step, values=step.values.expand(target.shape).reshape(rows_shape))
         if rows == (0, height):
-            if step.kind in OVERWRITES:  # what came before no longer matters
+            if step.kind in OVERWRITES:  # earlier steps no longer matter
                 self.steps.clear()
-                self.refused = None
+                self.unsupported = None
             self.steps.append(step)
         else:
             self.steps.append(replace(step, rows=rows))
 
-    def trouble(self) -> str | None:
-        shape = list(self.stand_in.shape)
-        if self.refused:
-            return f"{self.name} {shape}: {self.refused}"
+    def problem(self) -> str | None:
+        shape = list(self.placeholder.shape)
+        if self.unsupported:
+            return f"{self.name} {shape}: {self.unsupported}"
         if any(step.values is not None and step.values.isnan().any() for step in self.steps):
             return f"{self.name} {shape}: a part of it is not set, or set to NaN"
         covered, height = 0, (shape[0] if shape else 1)
         for start, stop in sorted(step.rows or (0, height) for step in self.steps if step.kind in OVERWRITES):
             if start <= covered:
                 covered = max(covered, stop)
-        if covered < height and self.stand_in.numel():
+        if covered < height and self.placeholder.numel():
             return (
                 f"{self.name} {shape}: no _init_weights or reset_parameters sets it (rows from {covered} on)"
             )
@@ -227,7 +229,7 @@ class _Record:
 
 
 def _step(op: str, operands: tuple[Any, ...]) -> Step | str:
-    """The step that an in-place ATen operation is, or why it cannot be one."""
+    """The step for an in-place ATen operation, or why there is none."""
     if any(isinstance(operand, Tensor) and operand.device.type == "meta" for operand in operands):
         return f"{op} takes values that are computed from weights"
     if op == "copy_":
@@ -268,7 +270,7 @@ def _step(op: str, operands: tuple[Any, ...]) -> Step | str:
 
 
 def _rows(target: Tensor, parameter: Tensor) -> tuple[int, int] | None:
-    """The rows of `parameter` that `target`, a view of its storage, is; None if it is not whole rows in order."""
+    """The rows of `parameter` that `target`, a view of its storage, covers; None if they are not full rows in order."""
     height = parameter.shape[0] if parameter.ndim else 1
     if target.shape == parameter.shape and target.stride() == parameter.stride():
         return 0, height
@@ -282,24 +284,24 @@ def _rows(target: Tensor, parameter: Tensor) -> tuple[int, int] | None:
 
 
 class _Writes(TorchDispatchMode):
-    """Shows every write to the storage of `tensors` to `on_write(tensor, operation, written view, operands)`.
+    """Calls `on_write(tensor, operation, written view, operands)` for every write to the storage of `tensors`.
 
-    The write is carried out only if that returns True. Everything else runs as ever.
+    The write is executed only if that returns True. All other operations run unchanged.
     """
 
     def __init__(
         self, tensors: Iterator[Tensor], on_write: Callable[[Tensor, str, Tensor, tuple[Any, ...]], bool]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # PyTorch hands out the same Python object for a storage as long as one is alive: held here, its id is its name.
+        # PyTorch returns the same Python object for a storage as long as it is alive: held here, its id identifies it.
         self._owners = {id(storage): (storage, t) for t in tensors for storage in (t.untyped_storage(),)}
         self._on_write = on_write
 
     def __enter__(self) -> _Writes:
-        # On meta, trunc_normal_ does nothing, and elsewhere it is a loop of data-dependent redraws: it is caught whole.
-        # All spellings of it, transformers' included, come to this private function (seen in torch 2.13).
+        # On meta, trunc_normal_ does nothing, and elsewhere it is a loop of data-dependent redraws: it is intercepted as one
+        # operation. All variants of it, transformers' included, call this private function (seen in torch 2.13).
         self._trunc_normal_ = nn.init._no_grad_trunc_normal_
-        nn.init._no_grad_trunc_normal_ = self._caught_trunc_normal_
+        nn.init._no_grad_trunc_normal_ = self._intercepted_trunc_normal_
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -307,7 +309,7 @@ class _Writes(TorchDispatchMode):
         nn.init._no_grad_trunc_normal_ = self._trunc_normal_
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def _caught_trunc_normal_(
+    def _intercepted_trunc_normal_(
         self,
         tensor: Tensor,
         mean: float,
@@ -330,7 +332,7 @@ class _Writes(TorchDispatchMode):
         kwargs = kwargs or {}
         op = func._schema.name.removeprefix("aten::")
         if op == "scalar_tensor" and torch.device(kwargs.get("device") or "cpu").type == "meta":
-            # `weight[i] = 0` makes the 0 where the weight is; on meta it would be lost.
+            # `weight[i] = 0` creates the 0 on the weight's device; on meta it would be lost.
             kwargs = {**kwargs, "device": torch.device("cpu")}
         written = []
         for position, argument in enumerate(func._schema.arguments):
@@ -340,14 +342,14 @@ class _Writes(TorchDispatchMode):
         owned = [(owner, target) for target in written if (owner := self._owner(target)) is not None]
         given = (*args, *(value for key, value in kwargs.items() if key != "generator"))
         operands = tuple(value for value in given if not any(value is target for target in written))
-        # Not a generator expression in all(): every owner has to be told.
+        # Not a generator expression in all(): on_write has to be called for every owner.
         if all([self._on_write(owner, op, target, operands) for owner, target in owned]):
             return func(*args, **kwargs)
         return written[0] if len(written) == 1 else None
 
 
-class _NeverMeta(TorchFunctionMode):
-    """`tensor.is_meta` is False: orthogonal_, dirac_ and sparse_ would otherwise do nothing, and nobody would know."""
+class _HideMeta(TorchFunctionMode):
+    """Makes `tensor.is_meta` False: orthogonal_, dirac_ and sparse_ would otherwise silently do nothing."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -358,8 +360,8 @@ class _NeverMeta(TorchFunctionMode):
 
 
 def _initialize(model: nn.Module) -> None:
-    # Real values, such as rotary frequencies, have to be computed even when the caller builds on meta. Only then, as
-    # the context gives `torch.eye(..., out=weight)` a device of its own, too.
+    # Real values, such as rotary frequencies, have to be computed even if the caller builds on meta. Only then, because
+    # the context also changes the device of `torch.eye(..., out=weight)`.
     on_meta = torch.get_default_device().type == "meta"
     with torch.no_grad(), torch.device("cpu") if on_meta else contextlib.nullcontext():
         for module in reversed(list(model.modules())):  # children before parents, as at construction
@@ -371,9 +373,9 @@ def _initialize(model: nn.Module) -> None:
 
 def _apply_own_rule(module: nn.Module) -> None:
     rule = getattr(module, "_init_weights", None)
-    of_hugging_face = getattr(module, "initialize_weights", None)  # sees to its submodels itself
-    if callable(rule) and callable(of_hugging_face):
-        of_hugging_face()
+    initialize_weights = getattr(module, "initialize_weights", None)  # also initialises its submodels
+    if callable(rule) and callable(initialize_weights):
+        initialize_weights()
         return
     for child in module.children():
         _apply_own_rule(child)
@@ -387,14 +389,14 @@ def _materialize_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            there = buffer.device.type == device.type and device.index in (None, buffer.device.index)
-            if not there:
+            on_device = buffer.device.type == device.type and device.index in (None, buffer.device.index)
+            if not on_device:
                 module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device=device))
 
 
 @contextlib.contextmanager
-def _left_as_found(model: nn.Module) -> Iterator[None]:
-    """Without transformers' flags inside, and with the flags and parameters of before afterwards."""
+def _restored_afterwards(model: nn.Module) -> Iterator[None]:
+    """Remove transformers' flags inside the context, and restore flags and parameters afterwards."""
     flagged: list[tuple[Any, Any]] = []
     parameters = [(module, dict(module._parameters)) for module in model.modules()]
     holders: list[Any] = [*model.modules(), *model.parameters(), *model.buffers()]

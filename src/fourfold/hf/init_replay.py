@@ -1,4 +1,4 @@
-"""A recipe for a parameter's initial value, replayed for any piece of it: the same numbers however it is cut."""
+"""Replays the initialisation of a parameter for any slice of it: the same values however it is sharded."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ from torch import Tensor, nn
 Kind = Literal["normal", "uniform", "trunc_normal", "constant", "copy", "mul", "div", "add", "clamp"]
 OVERWRITES: frozenset[Kind] = frozenset(("normal", "uniform", "trunc_normal", "constant", "copy"))
 
-# Large enough that seeding a generator (tens of microseconds) is lost beside drawing (0.4 ms), small enough
-# that a rank that needs a corner of a chunk wastes little.
-CHUNK_ELEMENTS = 2**16
-CHUNK_SIDE = 256
+# Large enough that seeding a generator (tens of microseconds) is small against drawing (0.4 ms), small enough
+# that a rank that needs a corner of a tile wastes little.
+TILE_ELEMENTS = 2**16
+TILE_SIDE = 256
 
 
 @dataclass(frozen=True)
 class Step:
     """One in-place operation on a parameter, or on the rows `rows = (start, stop)` of its dim 0.
 
-    `numbers` are, by kind: normal (mean, std); uniform (low, high); trunc_normal (mean, std, low, high);
+    `arguments` are, by kind: normal (mean, std); uniform (low, high); trunc_normal (mean, std, low, high);
     constant (value); mul, div, add (operand); clamp (low, high). A copy has `values` instead.
     """
 
     kind: Kind
-    numbers: tuple[float, ...] = ()
+    arguments: tuple[float, ...] = ()
     rows: tuple[int, int] | None = None
     values: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class InitReplay:
-    """How a parameter of this full shape gets its initial value."""
+    """The steps that initialise a parameter of this full shape."""
 
     shape: tuple[int, ...]
     steps: tuple[Step, ...]
 
 
 @torch.no_grad()
-def fill_(out: Tensor, recipe: InitReplay, index: tuple[slice, ...], *, name: str, seed: int) -> None:
-    """Fill `out` with the piece `index` of the initial value of parameter `name`.
+def fill_(out: Tensor, replay: InitReplay, index: tuple[slice, ...], *, name: str, seed: int) -> None:
+    """Fill `out` with the slice `index` of the initial value of parameter `name`.
 
-    The value at a position is a function of (seed, name, position) alone: the parameter is cut into chunks by its full
-    shape, each chunk has its own random stream, and whatever of a chunk lies in the piece is copied. Values are drawn
-    on the CPU in fp32, so they are the same for every device and dtype of `out`, up to the final cast.
+    The value at a position is a function of (seed, name, position) alone: the parameter is split into tiles by its full
+    shape, each tile has its own random stream, and the part of a tile within the slice is copied. Values are drawn on
+    the CPU in fp32, so they are the same for every device and dtype of `out`, up to the final cast.
     """
-    shape = recipe.shape
-    bounds = [(piece.start, piece.stop) for piece in index]
+    shape = replay.shape
+    bounds = [(part.start, part.stop) for part in index]
     if len(bounds) != len(shape) or any(
         not 0 <= lo <= hi <= n for (lo, hi), n in zip(bounds, shape, strict=True)
     ):
-        raise ValueError(f"index {bounds} does not lie in the shape {list(shape)} of {name}")
+        raise ValueError(f"index {bounds} is not within the shape {list(shape)} of {name}")
     if list(out.shape) != [hi - lo for lo, hi in bounds]:
-        raise ValueError(f"a piece {bounds} of {name} does not fit a tensor of shape {list(out.shape)}")
+        raise ValueError(f"slice {bounds} of {name} does not fit a tensor of shape {list(out.shape)}")
     if out.numel() == 0:
         return
 
-    sides = _chunk_shape(shape)
+    sides = _tile_shape(shape)
     generator = torch.Generator()
-    for chunk in itertools.product(
+    for tile_index in itertools.product(
         *(range(lo // side, -(-hi // side)) for (lo, hi), side in zip(bounds, sides, strict=True))
     ):
-        corner = [c * side for c, side in zip(chunk, sides, strict=True)]
+        corner = [c * side for c, side in zip(tile_index, sides, strict=True)]
         tile = torch.empty([min(side, n - c) for c, side, n in zip(corner, sides, shape, strict=True)])
-        for number, step in enumerate(recipe.steps):
-            _replay(step, tile, corner, generator, f"{seed} {number} {chunk} {name}")
+        for number, step in enumerate(replay.steps):
+            _replay(step, tile, corner, generator, f"{seed} {number} {tile_index} {name}")
         here, there = [], []
         for (lo, hi), start, side in zip(bounds, corner, tile.shape, strict=True):
             first, last = max(lo, start), min(hi, start + side)
@@ -78,14 +78,14 @@ def fill_(out: Tensor, recipe: InitReplay, index: tuple[slice, ...], *, name: st
         out[tuple(there)].copy_(tile[tuple(here)])
 
 
-def _chunk_shape(shape: tuple[int, ...]) -> list[int]:
-    """Squares of the last two dims, deepened over the other dims where the squares would be small."""
+def _tile_shape(shape: tuple[int, ...]) -> list[int]:
+    """Squares of the last two dims, extended over the other dims where the squares would be small."""
     if not shape:
         return []
     rows = shape[-2] if len(shape) > 1 else 1
-    sides = [max(1, min(shape[-1], max(CHUNK_SIDE, CHUNK_ELEMENTS // max(rows, 1))))]
+    sides = [max(1, min(shape[-1], max(TILE_SIDE, TILE_ELEMENTS // max(rows, 1))))]
     for n in reversed(shape[:-1]):
-        sides.append(max(1, min(n, CHUNK_ELEMENTS // math.prod(sides))))
+        sides.append(max(1, min(n, TILE_ELEMENTS // math.prod(sides))))
     return sides[::-1]
 
 
@@ -96,10 +96,10 @@ def _replay(step: Step, tile: Tensor, corner: list[int], generator: torch.Genera
             return
         tile = tile[start - corner[0] : stop - corner[0]]
         corner = [start - step.rows[0], *corner[1:]]
-    n = step.numbers
+    n = step.arguments
     if step.kind in ("normal", "uniform", "trunc_normal"):
-        # The CPU generator takes 32 bits of a seed, so among the six million chunks of a 405B model a few thousand
-        # pairs hold the same numbers. Nothing depends on their being distinct.
+        # The CPU generator takes 32 bits of a seed, so among the six million tiles of a 405B model a few thousand
+        # pairs hold the same values. Nothing depends on their being distinct.
         generator.manual_seed(
             int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=4).digest(), "little")
         )

@@ -20,11 +20,11 @@ _USUAL_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried where a module does not sta
 
 @dataclass(frozen=True)
 class Formula:
-    """Gain x (input - mean) / sqrt(variance + epsilon) + bias, in one of its common spellings."""
+    """Gain x (input - mean) / sqrt(variance + epsilon) + bias, in one of its common variants."""
 
-    centred: bool  # LayerNorm takes the mean away, RMSNorm does not
+    centred: bool  # LayerNorm subtracts the mean, RMSNorm does not
     unit_offset: bool  # Gemma and Nemotron store gain - 1
-    gain_in_fp32: bool  # multiply by the gain before going back to the input's precision
+    gain_in_fp32: bool  # multiply by the gain before casting back to the input's dtype
     epsilon: float
 
     def apply(
@@ -35,7 +35,7 @@ class Formula:
         bias: Tensor | None,
         total: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """``total`` makes of a sum over this rank's features the sum over all of them."""
+        """``total`` reduces a sum over this rank's features to the sum over all features."""
         wide = x.float()
         if self.centred:
             # The mean first, then the squares about it: one pass over both would cancel where the mean is large.
@@ -87,7 +87,7 @@ def recognise(module: nn.Module) -> Formula | None:
         formula = Formula(centred, offset, fp32, epsilon)
         if _error(small, formula, probe, stored, torch.float32) > 1e-5:
             continue
-        # The order of roundings shows in bf16 alone: of those that agree in fp32, take the nearest there.
+        # The order of roundings matters only in bf16: among those that agree in fp32, take the nearest in bf16.
         error = _error(small, formula, probe, stored, torch.bfloat16)
         if error < 2e-2 and (best is None or error < best[0]):
             best = (error, formula)
@@ -97,7 +97,7 @@ def recognise(module: nn.Module) -> Formula | None:
 def _error(
     module: nn.Module, formula: Formula, probe: Tensor, stored: dict[str, Tensor], dtype: torch.dtype
 ) -> float:
-    """How far a formula is from a module's own forward, relative to the largest value; infinite if not comparable."""
+    """The error of a formula against a module's forward, relative to the largest value; infinite if not comparable."""
     x = probe.to(dtype)
     parameters = {key: value.to(dtype) for key, value in stored.items()}
     for key, value in parameters.items():

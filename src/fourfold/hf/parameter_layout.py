@@ -1,4 +1,4 @@
-"""Which piece of a Hugging Face tensor a parameter is, and which piece of that a rank holds."""
+"""The part of a Hugging Face tensor that a parameter is, and the shard of it that a rank holds."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from fourfold.mesh.grid import Grid
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A parameter: a rectangle of the tensor ``hf_name``, cut over the axes y and x, then over z.
+class ParameterLayout:
+    """A parameter: a rectangle of the tensor ``hf_name``, sharded over the axes y and x, then over z.
 
-    A packed projection (q, k and v in one tensor) is several parameters, one for each rectangle, because each of
-    them is cut over the ranks for itself.
+    A packed projection (q, k and v in one tensor) is several parameters, one for each rectangle, because each of them
+    is sharded separately.
     """
 
     hf_name: str
     hf_shape: tuple[int, ...]
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    # axis -> the dim that it cuts; an axis that is missing holds replicas
+    # axis -> the dim that it shards; a missing axis holds replicas
     cuts: Mapping[Axis, int] = field(default_factory=dict)
 
     @staticmethod
-    def whole(hf_name: str, tensor: Tensor, cuts: Mapping[Axis, int] | None = None) -> Layout:
+    def whole(hf_name: str, tensor: Tensor, cuts: Mapping[Axis, int] | None = None) -> ParameterLayout:
         shape = tuple(tensor.shape)
-        return Layout(hf_name, shape, (0,) * len(shape), shape, dict(cuts or {}))
+        return ParameterLayout(hf_name, shape, (0,) * len(shape), shape, dict(cuts or {}))
 
     @staticmethod
-    def rows(whole: Layout, dim: int, start: int, length: int) -> Layout:
-        """The same tensor from ``start`` on along ``dim``, ``length`` long."""
+    def rows(whole: ParameterLayout, dim: int, start: int, length: int) -> ParameterLayout:
+        """The rectangle of the same tensor with ``length`` entries from ``start`` on along ``dim``."""
         starts, shape = list(whole.start), list(whole.shape)
         starts[dim], shape[dim] = start, length
-        return Layout(whole.hf_name, whole.hf_shape, tuple(starts), tuple(shape), whole.cuts)
+        return ParameterLayout(whole.hf_name, whole.hf_shape, tuple(starts), tuple(shape), whole.cuts)
 
     def block(self, grid: Grid, place: Mapping[Axis, int] | None = None) -> tuple[slice, ...]:
-        """What of the parameter this rank's place on y and x holds, all of z together; relative to the parameter.
+        """The slice of the parameter for this rank's coordinates on y and x, unsharded over z; relative to the parameter.
 
-        ``place``: that of another rank, by its coordinates.
+        ``place``: the coordinates of another rank.
         """
         index = [slice(0, size) for size in self.shape]
         for axis, dim in self.cuts.items():
@@ -52,7 +52,7 @@ class Layout:
         return tuple(index)
 
     def shard(self, grid: Grid, place: Mapping[Axis, int] | None = None) -> tuple[slice, ...]:
-        """What of the parameter this rank stores, or the one at ``place``; relative to the parameter."""
+        """The slice of the parameter that this rank stores, or the rank at ``place``; relative to the parameter."""
         index = list(self.block(grid, place))
         outer = index[0]
         inner = chunk(outer.stop - outer.start, grid.z, grid.coordinate("z") if place is None else place["z"])
@@ -60,23 +60,23 @@ class Layout:
         return tuple(index)
 
     def in_hf(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The same piece, relative to the Hugging Face tensor."""
+        """The same slice, relative to the Hugging Face tensor."""
         return tuple(slice(s + i.start, s + i.stop) for s, i in zip(self.start, index, strict=True))
 
     def placements(self) -> list[Placement]:
         return [Shard(self.cuts[axis]) if axis in self.cuts else Replicate() for axis in AXES]
 
     def parameter(self, source: Tensor, grid: Grid) -> nn.Parameter:
-        """This rank's block of a tensor, as a DTensor on the grid, still whole over data and z.
+        """This rank's block of a tensor, as a DTensor on the grid, not yet sharded over z.
 
         ``source`` is the Hugging Face tensor, on any device; on ``meta`` nothing is allocated.
         """
-        piece = source.detach()[self.in_hf(self.block(grid))]
-        if not piece.is_meta:
-            piece = piece.to(grid.device)
-        # A copy, so that the source can be freed; contiguous, as FSDP2 wants it.
-        local = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
-        local.copy_(piece)
+        block = source.detach()[self.in_hf(self.block(grid))]
+        if not block.is_meta:
+            block = block.to(grid.device)
+        # A copy, so that the source can be freed; contiguous, as FSDP2 requires.
+        local = torch.empty_like(block, memory_format=torch.contiguous_format)
+        local.copy_(block)
         stride = torch.empty(self.shape, device="meta").stride()
         sharded = DTensor.from_local(
             local,
@@ -90,7 +90,7 @@ class Layout:
 
 
 def chunk(length: int, parts: int, which: int) -> slice:
-    """Part ``which`` of ``length`` things dealt out as `torch.chunk` and DTensor do: equal parts, the last ones shorter.
+    """Chunk ``which`` of ``length`` split into ``parts`` as by `torch.chunk` and DTensor: the last ones may be shorter.
 
     Example:
         >>> [chunk(11, 4, i) for i in range(4)]
@@ -100,7 +100,7 @@ def chunk(length: int, parts: int, which: int) -> slice:
     return slice(min(which * size, length), min((which + 1) * size, length))
 
 
-def describe(layouts: list[Layout]) -> str:
+def describe(layouts: list[ParameterLayout]) -> str:
     """Where the parameters of a module are, in words."""
     parts = []
     for layout in layouts:

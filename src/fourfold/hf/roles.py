@@ -1,24 +1,24 @@
-"""Which module plays which role, and why one was left alone or refused.
+"""Assigns a role to each module, or explains why a module is unsupported.
 
-The words are those of Hugging Face's plans:
+The roles are those of Hugging Face's plans:
 
     colwise                         a linear from y to x (q, k, v, gate, up)
     rowwise                         a linear from x to y (o, down)
     colwise_gather_output           a linear from y to x: the head, and fused projections; nothing is gathered here
     rowwise_split_input             a linear from x to y
     embedding_rowwise               the token embedding: rows on x, features on y
-    replicated_with_grad_allreduce  whole on each rank, used for other heads on each x rank
+    replicated_with_grad_allreduce  replicated on each rank, used for different heads on each x rank
     mla_kv_a_proj                   a linear from y to all ranks, whose last columns all heads share
 
-and a few that 4D needs beside them:
+and a few more that 4D parallelism needs:
 
     embedding_colwise               another embedding (positions): features on y
     norm, norm_x                    a norm over the hidden features, on y; over those of all heads, on x
     heads                           a parameter with one row for each head: rows on x
-    features                        a parameter with one number for each hidden feature: on y
+    features                        a parameter with one value for each hidden feature: on y
     latent, colwise_from_latent     linears from y to all ranks, and from there to x (latent attention)
-    replicated                      whole on each rank, used for the same numbers on each
-    idle                            whole on each rank and not to be used: the towers of a multimodal model
+    replicated                      replicated on each rank, used for the same values on each
+    idle                            replicated on each rank and not used: the towers of a multimodal model
 
 A user passes roles in the same words, `*` standing for one part of a name: ``{"blocks.*.attn.q": "colwise"}``.
 """
@@ -44,7 +44,7 @@ from fourfold.mesh.grid import Grid
 
 @dataclass(frozen=True)
 class Role:
-    """What becomes of one module, or of one parameter that a module holds itself."""
+    """The role of one module, or of one parameter that a module holds directly."""
 
     name: str
     word: str
@@ -53,11 +53,11 @@ class Role:
     in_axis: Axis | None = None
     out_axis: Axis | None = None
     segments: tuple[int, ...] | None = None
-    # Norms: what they compute, over how many features.
+    # Norms: their formula and number of features.
     formula: Formula | None = None
     features: int = 0
     head: bool = False
-    # How many key/value heads there are, where each of them is on several x ranks.
+    # The number of key/value heads, if each of them is replicated on several x ranks.
     replicated_heads: int = 0
 
 
@@ -82,7 +82,7 @@ _PARAMETER_WORDS = {
     "embedding_colwise",
 }
 WORDS = {*_LINEAR_AXES, *_PARAMETER_WORDS}
-# Which words fit which kind of module.
+# Roles by kind of module.
 _OF_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
 _OF_NORMS = ("norm", "norm_x", "replicated", "replicated_with_grad_allreduce", "heads")
 _OF_PARAMETERS = ("heads", "features", "replicated", "replicated_with_grad_allreduce")
@@ -91,7 +91,7 @@ SEPARATE_KV = re.compile(r"(^|\.)(k_proj|v_proj|key|value|k|v)$")
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Does a pattern name this module; `*` stands for one part, a leading `*.` for any number of them."""
+    """Does a pattern match this module? `*` stands for one part, a leading `*.` for any number of parts."""
     parts = ["[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")]
     if parts[0] == "[^.]+":
         parts[0] = ".+"
@@ -110,7 +110,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def assign(model: nn.Module, grid: Grid, given: Mapping[str, str] | None = None) -> list[Role]:
-    """A role for each module that holds parameters; raises `UnsupportedError` where exactness cannot be had."""
+    """A role for each module that holds parameters; raises `UnsupportedError` where exact results are impossible."""
     return _Assignment(model, grid, given or {}).roles()
 
 
@@ -124,15 +124,15 @@ class _Assignment:
     def roles(self) -> list[Role]:
         self._check_words()
         if self.grid.x == self.grid.y == 1:
-            # Nothing is cut but the batch and the storage of weights: each module does what it did.
+            # Only the batch and the storage of weights are sharded: each module computes as before.
             return [
                 Role(name, "replicated", "x = y = 1")
                 for name, module in self.anatomy.modules.items()
                 if module._parameters
             ]
-        if self.family.refused:
+        if self.family.unsupported:
             raise UnsupportedError(
-                f"{type(self.model).__name__}: {self.family.refused}; so not on y={self.grid.y}, x={self.grid.x}: use x=1 "
+                f"{type(self.model).__name__}: {self.family.unsupported}, so y={self.grid.y}, x={self.grid.x} is unsupported; use x=1 "
                 "and y=1 (z and data alone need no roles)"
             )
         hidden = self.anatomy.hidden_size
@@ -158,7 +158,7 @@ class _Assignment:
                 roles += self._own_parameters(name, module)
         return [role for role in roles if role.word != "without parameters"]
 
-    # -- one kind of module each ------------------------------------------------------------------------------------
+    # -- kinds of modules ------------------------------------------------------------------------------------
 
     def _embedding(self, name: str, module: nn.Embedding) -> Role:
         word = self._word(name)
@@ -167,7 +167,7 @@ class _Assignment:
             if type(module) is not nn.Embedding and not hasattr(module, "embed_scale"):
                 raise UnsupportedError(
                     f"{name} is a {type(module).__name__}, which is not nn.Embedding nor one with an embed_scale: what "
-                    "its forward does to a part of the vocabulary is not known; use x=1 and y=1"
+                    "its forward does with a part of the vocabulary is not known; use x=1 and y=1"
                 )
             self._check_fit(name, module, word, ("embedding_rowwise",))
             if module.embedding_dim % self.grid.y:
@@ -205,7 +205,7 @@ class _Assignment:
         in_axis, out_axis = _LINEAR_AXES[word]
         role = Role(name, word, why, in_axis, out_axis, head=module is self.anatomy.head)
         role = replace(role, segments=self._segments(name, module, word))
-        # Heads first: they are what must divide, and with them their features do.
+        # Heads first: if they divide, so do their features.
         role = self._with_heads(role, module)
         self._check_linear(role, module)
         return role
@@ -250,7 +250,7 @@ class _Assignment:
             if formula is None:
                 raise UnsupportedError(
                     f"{name} is a {type(module).__name__} over {features} features whose formula is "
-                    f"not one that Fourfold knows how to cut over y={self.grid.y} and x={self.grid.x} (epsilon "
+                    f"not one that Fourfold can shard over y={self.grid.y} and x={self.grid.x} (epsilon "
                     f"{epsilon_of(module)}); use y=1 and x=1"
                 )
             axis: Axis = "y" if word == "norm" else "x"
@@ -267,7 +267,7 @@ class _Assignment:
             if parameter is None:
                 continue
             full = f"{name}.{key}" if name else key
-            # "colwise" is how plans say of a bare parameter that it has a row for each head (attention sinks).
+            # In plans, "colwise" on a bare parameter means that it has a row for each head (attention sinks).
             word = self._word(full) or self._word(name)
             word = {"colwise": "heads", "rowwise": "features"}.get(word or "", word)
             if word is None:
@@ -286,7 +286,7 @@ class _Assignment:
     # -- sizes --------------------------------------------------------------------------------------------------------
 
     def _segments(self, name: str, module: nn.Module, word: str) -> tuple[int, ...] | None:
-        """The widths of the parts that a fused projection's output falls into, if it is fused."""
+        """The widths of the segments of a fused projection's output, if it is fused."""
         kind = next((kind for pattern, kind in self.family.packed.items() if matches(pattern, name)), None)
         out = linear_shape(module)[1]
         if kind is None and (word == "packed_colwise" or name.endswith(".gate_up_proj")):
@@ -308,7 +308,7 @@ class _Assignment:
             what = f"the {in_features} input features of {role.name}"
             raise self._does_not_divide(role.in_axis, what, in_features)
         if role.head:
-            self._check_vocabulary(role.name, out_features)  # which need not divide
+            self._check_vocabulary(role.name, out_features)  # which does not need to divide
             return
         if role.replicated_heads or role.out_axis is None:
             return
@@ -318,7 +318,7 @@ class _Assignment:
                 raise self._does_not_divide(role.out_axis, what, width)
 
     def _check_vocabulary(self, name: str, rows: int) -> None:
-        """Uneven parts are fine, but each rank needs a row: FSDP2 has no gradient for an empty tensor."""
+        """Uneven shards are supported, but each rank needs a row: FSDP2 has no gradient for an empty tensor."""
         x = self.grid.x
         if chunk(rows, x, x - 1).start == rows:
             raise UnsupportedError(
@@ -327,7 +327,7 @@ class _Assignment:
             )
 
     def _with_heads(self, role: Role, module: nn.Module) -> Role:
-        """Heads are cut whole: check that they divide, or that key/value heads can be replicated."""
+        """A head is never split: check that heads divide, or that key/value heads can be replicated."""
         x = self.grid.x
         if role.out_axis != "x" or x == 1 or not self.anatomy.in_attention(role.name):
             return role
@@ -342,7 +342,7 @@ class _Assignment:
                 why = (
                     "they are fused with the query heads"
                     if fused
-                    else f"x is no multiple of {kv_heads} either"
+                    else f"x is not a multiple of {kv_heads} either"
                 )
                 raise self._does_not_divide(
                     "x",
@@ -364,11 +364,11 @@ class _Assignment:
         )
 
     def _does_not_divide(self, axis: Axis, what: str, size: int, because: str = "") -> UnsupportedError:
-        """The refusal, with a grid of as many ranks that gets past it."""
+        """The error, with a grid of the same number of ranks that avoids it."""
         have = self.grid.size(axis)
         fits = math.gcd(have, size)
         y = self.grid.y * have // fits
-        # The other ranks go to y if it can take them; z takes any number.
+        # The other ranks go to y if it divides; z takes any number.
         to_y = axis == "x" and (self.anatomy.hidden_size is None or self.anatomy.hidden_size % y == 0)
         rest = f"y={y}" if to_y else f"z={self.grid.z * have // fits}"
         return UnsupportedError(
@@ -376,7 +376,7 @@ class _Assignment:
             f"{size}, such as {axis}={fits} with {rest}"
         )
 
-    # -- what the model says --------------------------------------------------------------------------------------------
+    # -- roles by name --------------------------------------------------------------------------------------------
 
     def _word(self, name: str) -> str | None:
         for roles in (self.given, self.family.roles, self.plan):
@@ -406,7 +406,7 @@ class _Assignment:
         return given in ("norm", "norm_x") and set(module._parameters) <= {"weight", "bias"}
 
     def _holders(self) -> set[str]:
-        """What a role can be given to: modules that hold parameters, norms, and parameters that stand alone."""
+        """What can have a role: modules with parameters, norms, and bare parameters."""
         names = set()
         for name, module in self.anatomy.modules.items():
             if isinstance(module, nn.Embedding) or is_linear(module) or self._is_norm(name, module):
@@ -416,7 +416,7 @@ class _Assignment:
         return names
 
     def _check_fit(self, name: str, module: object, word: str | None, fitting: tuple[str, ...]) -> None:
-        """A word of the user's own that says nothing of this kind of module is a mistake, not a reason to refuse."""
+        """A role given by the user that does not exist for this kind of module is a mistake, not an unsupported model."""
         if word is not None and word not in fitting and any(matches(p, name) for p in self.given):
             raise ValueError(
                 f"role {word!r} was given for {name}, but does not fit the type {type(module).__name__}; use one of "
@@ -429,7 +429,7 @@ class _Assignment:
             if word not in WORDS:
                 near = difflib.get_close_matches(word, sorted(WORDS), n=1)
                 hint = f"did you mean {near[0]!r}" if near else f"use one of {', '.join(sorted(WORDS))}"
-                raise ValueError(f"role {word!r} of {pattern!r} is not one that Fourfold knows; {hint}")
+                raise ValueError(f"role {word!r} of {pattern!r} is not known; {hint}")
             if not any(matches(pattern, name) for name in holders):
                 near = difflib.get_close_matches(pattern, sorted(holders), n=1, cutoff=0.3)
                 hint = (
@@ -441,12 +441,12 @@ class _Assignment:
                     f"a role was given for {pattern!r}, but none of the {len(self.anatomy.modules)} modules of "
                     f"{type(self.model).__name__} has that name; {hint}"
                     if there is None
-                    else f"a role was given for {pattern!r}, but {there} takes none: roles are for the modules that hold "
+                    else f"a role was given for {pattern!r}, but {there} cannot have one: roles are for modules that hold "
                     f"parameters; {hint}"
                 )
 
     def _check_styles(self) -> None:
-        """A style of the model's own plan that is not supported is the reason to name, before any module of it."""
+        """Report an unsupported style of the model's own plan before any other problem."""
         for pattern, word in self.plan.items():
             if word not in WORDS and not any(matches(p, pattern) for p in self.given):
                 name = next((n for n in self.anatomy.modules if matches(pattern, n)), None)
@@ -456,7 +456,7 @@ class _Assignment:
     def _no_role(self, name: str, module: nn.Module, what: str) -> UnsupportedError:
         return UnsupportedError(
             f"{name} ({type(module).__name__}) is {what} for which {type(self.model).__name__} has no role, so how it acts "
-            f"on features cut over y={self.grid.y} and x={self.grid.x} is not known; pass roles={{{name!r}: ...}} if you "
+            f"on features sharded over y={self.grid.y} and x={self.grid.x} is not known; pass roles={{{name!r}: ...}} if you "
             "know, or use x=1 and y=1"
         )
 

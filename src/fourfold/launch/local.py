@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fourfold.config.schema import RunConfig
-from fourfold.data.manifest import SPLITS, Manifest
+from fourfold.data.manifest import SPLITS, DatasetManifest
 from fourfold.data.mixture import open_mixture
 from fourfold.train.loop.model import model_config
 from fourfold.train.loop.trainer import micro_batches
@@ -46,7 +46,7 @@ def check(run: RunConfig) -> None:
     sources = [(source.path, source.weight) for source in run.data.sources]
     for split in SPLITS:
         open_mixture(sources, length=run.data.sequence_length, seed=run.seed, split=split)
-    vocabulary = Manifest.load(run.data.sources[0].path).tokenizer.vocab_size
+    vocabulary = DatasetManifest.load(run.data.sources[0].path).tokenizer.vocab_size
     config = model_config(run.model)
     if config.vocab_size < vocabulary:
         raise ValueError(

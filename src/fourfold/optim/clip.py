@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, and clipping by it."""
+"""Gradient clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fourfold.mesh.grid import Grid
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, grid: Grid) -> Tensor:
-    """Scale all gradients so that their joint norm is at most ``max_norm``; returns the norm before.
+    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before clipping.
 
-    The norm is that of the model in one piece: what several ranks hold as replicas counts once.
+    The norm is that of the unsharded model: a gradient that several ranks hold as replicas counts once.
 
     Example:
         >>> model(input_ids=ids, labels=ids).loss.backward()

@@ -1,10 +1,10 @@
-"""Muon on the grid: the numbers of `torch.optim.Muon` on the Hugging Face matrices, and of AdamW on all the rest.
+"""Muon on the grid: same results as `torch.optim.Muon` on the Hugging Face matrices, and as AdamW on all other parameters.
 
-    on shards         momentum, as any element-wise optimizer
-    whole matrices    Newton-Schulz, each matrix on one rank
-    on shards         decay and update
+    on shards        momentum, as in any element-wise optimizer
+    full matrices    Newton-Schulz, each matrix on one rank
+    on shards        weight decay and update
 
-A packed projection is one matrix here, as it is in Hugging Face: into how many parameters it is cut depends on the grid.
+A packed projection is one matrix here, as in Hugging Face; the number of parameters it is split into depends on the grid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Newton-Schulz, the factor of the rate, and their constants: torch has no public names for them (torch 2.13.0).
+# Newton-Schulz, the learning-rate adjustment and their constants have no public names (torch 2.13.0).
 from torch.optim._muon import (
     DEFAULT_A,
     DEFAULT_B,
@@ -28,21 +28,21 @@ from torch.optim._muon import (
 )
 
 from fourfold.hf.anatomy import find_blocks
-from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.optim.redistribute import MatrixRedistribute
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.embedding import Embedding4D
 from fourfold.parallel.report import Report
 
 COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
-_AdamWOnShards: Any = sharded_optimizer(torch.optim.AdamW)
+_ShardedAdamW: Any = sharded_optimizer(torch.optim.AdamW)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A Hugging Face matrix: its shards on this rank, one of each parameter that it is cut into."""
+    """A Hugging Face matrix: its shards on this rank, one for each parameter it is split into."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[ParameterLayout, ...]
     shards: tuple[nn.Parameter, ...]
 
     @property
@@ -54,21 +54,21 @@ class Matrix:
         return torch.Size(self.layouts[0].hf_shape)
 
     @property
-    def cut(self) -> tuple[Any, ...]:
-        """Matrices for which this is equal are dealt together."""
+    def sharding(self) -> tuple[Any, ...]:
+        """Matrices for which this is equal are redistributed together."""
         return tuple((p.hf_shape, p.start, p.shape, tuple(sorted(p.cuts.items()))) for p in self.layouts)
 
 
-class MuonOnShards(_AdamWOnShards):  # type: ignore[misc]
-    """One optimizer: groups with ``muon=True`` are of matrices, all others are AdamW's.
+class ShardedMuon(_ShardedAdamW):  # type: ignore[misc]
+    """Muon for the parameter groups with ``muon=True``, which hold matrices; AdamW for all others.
 
     ``adjust_lr_fn`` is that of `torch.optim.Muon`. With ``match_rms_adamw`` updates are as large as AdamW's, so that
-    its rate and decay fit both.
+    one learning rate and weight decay suit both.
 
     Example:
         >>> matrices, others = split_matrices(model)
         >>> groups = [{"params": matrices, "muon": True}, {"params": others}]
-        >>> optimizer = MuonOnShards(groups, model, report, lr=3e-4)
+        >>> optimizer = ShardedMuon(groups, model, report, lr=3e-4)
     """
 
     param_groups: list[dict[str, Any]]
@@ -93,17 +93,17 @@ class MuonOnShards(_AdamWOnShards):  # type: ignore[misc]
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._grid = report.grid
         self._layout_of = {id(shard): report.layouts[names[parameter]] for parameter, shard in self._pairs}
-        self._deals: dict[tuple[Any, ...], MatrixRedistribute] = {}
+        self._redistributes: dict[tuple[Any, ...], MatrixRedistribute] = {}
         for group in self.param_groups:
             if group["muon"]:
-                _check_whole(self._matrices(group["params"]))
+                _check_full(self._matrices(group["params"]))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if not group["muon"]]
-            super().step(closure)  # AdamW's; it also shows all shards their gradients of this step
+            super().step(closure)  # AdamW; it also sets the gradients of all shards
         finally:
             self.param_groups = groups
         for group in groups:
@@ -111,25 +111,29 @@ class MuonOnShards(_AdamWOnShards):  # type: ignore[misc]
                 self._step_matrices(group)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        alike: dict[tuple[Any, ...], list[Matrix]] = {}
+        by_sharding: dict[tuple[Any, ...], list[Matrix]] = {}
         for matrix in self._matrices(p for p in group["params"] if p.grad is not None):
-            alike.setdefault(matrix.cut, []).append(matrix)
-        for cut, matrices in alike.items():
-            if cut not in self._deals:
-                # Newton-Schulz begins with rounding to bf16: what is sent may be rounded before.
-                self._deals[cut] = MatrixRedistribute(matrices[0].layouts, self._grid, torch.bfloat16)
-            deal = self._deals[cut]
-            for start in range(0, len(matrices), deal.ranks):
-                self._step_deal(deal, matrices[start : start + deal.ranks], group)
+            by_sharding.setdefault(matrix.sharding, []).append(matrix)
+        for sharding, matrices in by_sharding.items():
+            if sharding not in self._redistributes:
+                # Newton-Schulz begins by rounding to bf16, so rounding before sending changes nothing.
+                self._redistributes[sharding] = MatrixRedistribute(
+                    matrices[0].layouts, self._grid, torch.bfloat16
+                )
+            redistribute = self._redistributes[sharding]
+            for start in range(0, len(matrices), redistribute.ranks):
+                self._step_batch(redistribute, matrices[start : start + redistribute.ranks], group)
 
-    def _step_deal(self, deal: MatrixRedistribute, matrices: list[Matrix], group: dict[str, Any]) -> None:
+    def _step_batch(
+        self, redistribute: MatrixRedistribute, matrices: list[Matrix], group: dict[str, Any]
+    ) -> None:
         directions = [[self._direction(shard, group) for shard in matrix.shards] for matrix in matrices]
-        whole = deal.to_whole(directions, matrices[0].name)
-        if whole is not None:
-            whole = orthogonalise(whole)
+        full = redistribute.to_full(directions, matrices[0].name)
+        if full is not None:
+            full = orthogonalise(full)
         lr, decay = float(group["lr"]), group["weight_decay"]
         rate = _adjust_lr(lr, group["adjust_lr_fn"], matrices[0].shape)
-        updates = deal.to_shards(whole, len(matrices), matrices[0].name)
+        updates = redistribute.to_shards(full, len(matrices), matrices[0].name)
         for matrix, parts in zip(matrices, updates, strict=True):
             for shard, update in zip(matrix.shards, parts, strict=True):
                 shard.mul_(1 - lr * decay)
@@ -151,13 +155,13 @@ class MuonOnShards(_AdamWOnShards):  # type: ignore[misc]
         return [Matrix(tuple(self._layout_of[id(s)] for s in p), tuple(p)) for p in parts.values()]
 
 
-def orthogonalise(whole: Tensor) -> Tensor:
-    """What `torch.optim.Muon` makes of a direction; in place where that is in bf16 already."""
-    return _zeropower_via_newtonschulz(whole, COEFFICIENTS, DEFAULT_NS_STEPS, EPS)
+def orthogonalise(full: Tensor) -> Tensor:
+    """Newton-Schulz as in `torch.optim.Muon`; in place if the direction is in bf16 already."""
+    return _zeropower_via_newtonschulz(full, COEFFICIENTS, DEFAULT_NS_STEPS, EPS)
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """What Muon is for, the matrices of the blocks but embeddings, and all the rest; the same on every grid."""
+    """(matrices of the blocks except embeddings, for Muon; all other trained parameters); the same on every grid."""
     inside = {
         parameter
         for block in find_blocks(model)
@@ -170,20 +174,20 @@ def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     matrices = [p for p in trained if p in inside]
     if not matrices:
         raise ValueError(
-            f"Muon is for the matrices of a model's blocks, and {type(model).__name__} has none that are trained; use AdamW"
+            f"Muon trains the matrices of a model's blocks, but {type(model).__name__} has none that are trained; use AdamW"
         )
     return matrices, [p for p in trained if p not in inside]
 
 
-def _check_whole(matrices: Iterable[Matrix]) -> None:
+def _check_full(matrices: Iterable[Matrix]) -> None:
     for matrix in matrices:
         if len(matrix.shape) != 2:
             raise ValueError(
-                f"{matrix.name} has shape {tuple(matrix.shape)}, and Muon takes matrices alone; leave it to AdamW's groups"
+                f"{matrix.name} has shape {tuple(matrix.shape)}, but Muon takes only matrices; put it into a group of AdamW"
             )
         here = sum(torch.Size(layout.shape).numel() for layout in matrix.layouts)
         if here != matrix.shape.numel():
             raise ValueError(
                 f"{matrix.name} is {matrix.shape.numel()} numbers, and this group has parameters for {here} of them; Muon "
-                "works on whole matrices: give it all parts of a packed projection"
+                "works on full matrices: give it all parts of a packed projection"
             )

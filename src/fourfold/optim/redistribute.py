@@ -1,9 +1,9 @@
-"""Whole matrices out of shards and back, for work that looks at a matrix as a whole.
+"""Redistributes sharded matrices to full matrices and back, for optimizers that need a full matrix.
 
-Matrices that are cut alike are dealt to the ranks that hold their shards, one to each. Every rank has a table with a
-place for each matrix of the deal, its own shard in it; an all-to-all over each axis that cuts turns the table of one
-shard of each matrix into that of each shard of one matrix. The same way leads back. Ranks along an axis that does not
-cut (data) hold replicas and do the same work.
+A batch of matrices that are sharded in the same way is assigned to the ranks that hold their shards, one matrix to each
+rank. Every rank fills a table with its shard of each matrix of the batch; an all-to-all over each axis that shards turns
+it into a table with every shard of one matrix. The same exchange leads back. Ranks along an axis that does not shard
+(data) hold replicas and do the same work.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 
 
 class MatrixRedistribute:
-    """The way to whole matrices and back for all that are cut as ``layouts``, the parameters of one of them, say."""
+    """Exchanges shards for full matrices, for all matrices whose parameters have these ``layouts``."""
 
-    def __init__(self, layouts: Sequence[Layout], grid: Grid, dtype: torch.dtype) -> None:
+    def __init__(self, layouts: Sequence[ParameterLayout], grid: Grid, dtype: torch.dtype) -> None:
         self._layouts, self._grid, self._dtype = tuple(layouts), grid, dtype
         first = self._layouts[0]
         assert all(layout.cuts == first.cuts for layout in layouts)
         candidates: tuple[Axis, ...] = ("z", "y", "x")
         self._axes = tuple(a for a in candidates if grid.size(a) > 1 and (a == "z" or a in first.cuts))
         self._table_shape = tuple(grid.size(axis) for axis in self._axes)
-        # As long as the largest shard: those at the end may be smaller.
+        # The length of the largest shard: the last ones may be smaller.
         origin: dict[Axis, int] = {"data": 0, "z": 0, "y": 0, "x": 0}
         self._lengths = [math.prod(_shape(layout.shard(grid, origin))) for layout in layouts]
         self.ranks = math.prod(self._table_shape)
-        self.mine = 0  # which matrix of a deal is this rank's
+        self.mine = 0  # this rank's matrix of a batch
         for axis in self._axes:
             self.mine = self.mine * grid.size(axis) + grid.coordinate(axis)
 
-    def to_whole(self, matrices: Sequence[Sequence[Tensor]], name: str = "") -> Tensor | None:
-        """Of up to ``ranks`` matrices, each given by this rank's shards, the one that is dealt to this rank."""
+    def to_full(self, matrices: Sequence[Sequence[Tensor]], name: str = "") -> Tensor | None:
+        """The full matrix assigned to this rank, given this rank's shards of up to ``ranks`` matrices."""
         table = torch.zeros(self.ranks, sum(self._lengths), dtype=self._dtype, device=self._grid.device)
         for row, shards in zip(table, matrices, strict=False):
             for slot, shard in zip(row.split(self._lengths), shards, strict=True):
@@ -47,17 +47,17 @@ class MatrixRedistribute:
         table = self._exchange(table, name)
         if self.mine >= len(matrices):
             return None
-        whole = table.new_empty(self._layouts[0].hf_shape)
+        full = table.new_empty(self._layouts[0].hf_shape)
         for slot, index in self._slots(table):
-            whole[index] = slot
-        return whole
+            full[index] = slot
+        return full
 
-    def to_shards(self, whole: Tensor | None, count: int, name: str = "") -> list[list[Tensor]]:
-        """This rank's shards of the ``count`` matrices of a deal, of which ``whole`` is this rank's."""
+    def to_shards(self, full: Tensor | None, count: int, name: str = "") -> list[list[Tensor]]:
+        """This rank's shards of the ``count`` matrices of a batch; ``full`` is the matrix assigned to this rank."""
         table = torch.zeros(self.ranks, sum(self._lengths), dtype=self._dtype, device=self._grid.device)
-        if whole is not None:
+        if full is not None:
             for slot, index in self._slots(table):
-                slot.copy_(whole[index])
+                slot.copy_(full[index])
         table = self._exchange(table, name)
         shapes = [_shape(layout.shard(self._grid)) for layout in self._layouts]
         return [
@@ -78,13 +78,13 @@ class MatrixRedistribute:
         return table.reshape(self.ranks, -1)
 
     def _slots(self, table: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Each shard of one matrix: where it is in the table, and where in the Hugging Face tensor."""
-        places = itertools.product(*(range(size) for size in self._table_shape))
-        for row, coordinates in zip(table, places, strict=True):
-            place: dict[Axis, int] = {"data": 0, "z": 0, "y": 0, "x": 0}
-            place.update(zip(self._axes, coordinates, strict=True))
+        """Each shard of one matrix: its view of the table, and its index in the Hugging Face tensor."""
+        positions = itertools.product(*(range(size) for size in self._table_shape))
+        for row, coordinates in zip(table, positions, strict=True):
+            rank: dict[Axis, int] = {"data": 0, "z": 0, "y": 0, "x": 0}
+            rank.update(zip(self._axes, coordinates, strict=True))
             for slot, layout in zip(row.split(self._lengths), self._layouts, strict=True):
-                index = layout.shard(self._grid, place)
+                index = layout.shard(self._grid, rank)
                 shape = _shape(index)
                 yield slot[: math.prod(shape)].view(shape), layout.in_hf(index)
 

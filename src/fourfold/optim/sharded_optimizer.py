@@ -1,7 +1,7 @@
-"""Optimizers on shards: any element-wise torch optimizer, on this rank's plain tensors instead of the DTensors.
+"""Sharded optimizers: any element-wise torch optimizer, on this rank's plain tensors instead of the DTensors.
 
-`torch.optim.AdamW(model.parameters())` gives the same numbers, but its first step asks DTensor for the placement of
-every operation on every parameter: on a mesh of four axes that is minutes for a deep model (docs/decisions).
+`torch.optim.AdamW(model.parameters())` gives the same results, but its first step makes DTensor propagate placements for
+every operation on every parameter, which takes minutes for a deep model on a mesh of four axes (docs/decisions).
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fourfold.mesh.axes import AXES
 
-# What works on each number for itself; an optimizer that looks at whole matrices would differ from grid to grid.
+# An optimizer that reads whole matrices would give different results on different grids.
 ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
 
 
 def sharded_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """The same optimizer for a parallel model.
+    """The same optimizer class, for the parameters of a parallel model.
 
     Example:
-        >>> optimizer = on_shards(torch.optim.AdamW)(model.parameters(), lr=3e-4)
+        >>> optimizer = sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=3e-4)
         >>> model(input_ids=ids, labels=ids).loss.backward()
         >>> optimizer.step()
         >>> optimizer.zero_grad()
     """
     if optimizer_class not in ELEMENTWISE:
         raise ValueError(
-            f"{optimizer_class.__name__} is not known to work on each number for itself, so on shards it could differ from "
-            f"one process; use one of {', '.join(c.__name__ for c in ELEMENTWISE)}"
+            f"{optimizer_class.__name__} is not known to be element-wise, so on shards its results could differ from "
+            f"those of one process; use one of {', '.join(c.__name__ for c in ELEMENTWISE)}"
         )
 
-    class OnShards(optimizer_class):  # type: ignore[misc, valid-type]
+    class ShardedOptimizer(optimizer_class):  # type: ignore[misc, valid-type]
         def __init__(self, parameters: Iterable[Any], *positional: Any, **options: Any) -> None:
             self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
             groups = list(parameters)
@@ -58,7 +58,7 @@ def sharded_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> Callable[
             is_on_grid = parameter.device_mesh.mesh_dim_names == AXES
             if is_on_grid and isinstance(parameter.placements[AXES.index("z")], Replicate):
                 raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is gathered, as FSDP2 leaves it after a forward without a "
+                    f"a parameter of shape {tuple(parameter.shape)} is unsharded, as FSDP2 leaves it after a forward without a "
                     "backward, and would not be trained; make the optimizer before the first forward"
                 )
             shard = nn.Parameter(
@@ -84,5 +84,5 @@ def sharded_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> Callable[
                 elif parameter.grad is not None:
                     parameter.grad.zero_()
 
-    OnShards.__name__ = OnShards.__qualname__ = f"{optimizer_class.__name__}OnShards"
-    return OnShards
+    ShardedOptimizer.__name__ = ShardedOptimizer.__qualname__ = f"Sharded{optimizer_class.__name__}"
+    return ShardedOptimizer

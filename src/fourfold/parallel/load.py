@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.hf.init_replay import InitReplay, fill_
-from fourfold.hf.parameter_layout import Layout
+from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.hf.safetensors_reader import CheckpointFiles
 from fourfold.mesh.grid import Grid
 
 
-def _shards(model: nn.Module, layouts: Mapping[str, Layout]) -> list[tuple[Layout, Tensor]]:
+def _shards(model: nn.Module, layouts: Mapping[str, ParameterLayout]) -> list[tuple[ParameterLayout, Tensor]]:
     parameters = dict(model.named_parameters())
     shards = []
     for name, layout in layouts.items():
@@ -27,7 +27,11 @@ def _shards(model: nn.Module, layouts: Mapping[str, Layout]) -> list[tuple[Layou
 
 @torch.no_grad()
 def init_shards(
-    model: nn.Module, layouts: Mapping[str, Layout], recipes: Mapping[str, InitReplay], grid: Grid, seed: int
+    model: nn.Module,
+    layouts: Mapping[str, ParameterLayout],
+    recipes: Mapping[str, InitReplay],
+    grid: Grid,
+    seed: int,
 ) -> None:
     """Draw initial weights that are the same on every grid."""
     for layout, local in _shards(model, layouts):
@@ -37,7 +41,7 @@ def init_shards(
 
 @torch.no_grad()
 def load_shards(
-    model: nn.Module, layouts: Mapping[str, Layout], files: CheckpointFiles, grid: Grid
+    model: nn.Module, layouts: Mapping[str, ParameterLayout], files: CheckpointFiles, grid: Grid
 ) -> set[str]:
     """Read this rank's shards from a Hugging Face checkpoint, only the bytes it needs; what nobody asked for is returned."""
     unused = files.names()

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import idle_towers, linear_shape
-from fourfold.hf.parameter_layout import Layout, describe
+from fourfold.hf.parameter_layout import ParameterLayout, describe
 from fourfold.hf.roles import Role, family_of, matches
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
@@ -27,8 +27,8 @@ from fourfold.weights.overlap import Overlap
 
 @dataclass
 class Replaced:
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    by_module: dict[str, list[Layout]] = field(default_factory=lambda: defaultdict(list))
+    layouts: dict[str, ParameterLayout] = field(default_factory=dict)
+    by_module: dict[str, list[ParameterLayout]] = field(default_factory=lambda: defaultdict(list))
     notes: list[str] = field(default_factory=list)
     # The vocabulary's modules, where they are not tied.
     embedding: nn.Module | None = None
@@ -75,7 +75,7 @@ class _Replacement:
         self.family = family_of(model)
         self.out = Replaced()
         # A tied weight is one parameter in several modules and stays one.
-        self.made: dict[tuple[int, tuple[int, ...]], tuple[nn.Parameter, Layout]] = {}
+        self.made: dict[tuple[int, tuple[int, ...]], tuple[nn.Parameter, ParameterLayout]] = {}
         self.siblings: dict[tuple[str, int, Axis | None, Axis | None, bool], FusedLinearGroup] = {}
 
     def run(self, roles: list[Role]) -> Replaced:
@@ -139,8 +139,8 @@ class _Replacement:
                 source = getattr(module, key, None)
                 if source is None:
                     continue
-                layout = Layout.whole(f"{role.name}.{key}", source, cuts)
-                layout = Layout.rows(layout, dim, start, width)
+                layout = ParameterLayout.whole(f"{role.name}.{key}", source, cuts)
+                layout = ParameterLayout.rows(layout, dim, start, width)
                 parameters[key + suffix] = self._parameter(role.name, key + suffix, source, layout)
             start += width
         kept = None
@@ -182,7 +182,7 @@ class _Replacement:
 
     def _embedding(self, role: Role, module: nn.Module) -> Embedding4D:
         assert isinstance(module, nn.Embedding)
-        layout = Layout.whole(f"{role.name}.weight", module.weight, {"x": 0, "y": 1})
+        layout = ParameterLayout.whole(f"{role.name}.weight", module.weight, {"x": 0, "y": 1})
         if not self.out.vocab_size:
             self.out.vocab_size = module.num_embeddings
         scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
@@ -203,7 +203,7 @@ class _Replacement:
         for key in made:
             source = getattr(module, key, None)
             if source is not None:
-                layout = Layout.whole(f"{role.name}.{key}", source, {axis: 0})
+                layout = ParameterLayout.whole(f"{role.name}.{key}", source, {axis: 0})
                 made[key] = self._parameter(role.name, key, source, layout)
         outside = not any(role.name.startswith(f"{block}.") for block in self.blocks)
         return Norm4D(
@@ -238,7 +238,7 @@ class _Replacement:
                 cuts["y"] = source.ndim - 1
             summed[key] = self._gradient_axes(role)
             name = f"{prefix}.{key}" if prefix else key
-            layout = Layout.whole(name, source, cuts)
+            layout = ParameterLayout.whole(name, source, cuts)
             module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
         if not self.plain:
             show_local_parameters(module, summed, self.inside)
@@ -272,7 +272,7 @@ class _Replacement:
     # -- parameters and places ----------------------------------------------------------------------------------------
 
     def _parameter(
-        self, module_name: str, key: str, source: Tensor, layout: Layout, row: str | None = None
+        self, module_name: str, key: str, source: Tensor, layout: ParameterLayout, row: str | None = None
     ) -> nn.Parameter:
         self.out.by_module[row or module_name].append(layout)
         memo = (id(source), layout.start)

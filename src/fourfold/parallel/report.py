@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 from rich.table import Table
 
-from fourfold.hf.parameter_layout import Layout, describe
+from fourfold.hf.parameter_layout import ParameterLayout, describe
 from fourfold.hf.roles import Role
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.options import Activations, Options
@@ -50,7 +50,7 @@ class Report:
     rows: tuple[Row, ...] = field(repr=False)
     notes: tuple[str, ...]
     # Every parameter by its name in the parallel model, and where it comes from.
-    layouts: Mapping[str, Layout] = field(repr=False)
+    layouts: Mapping[str, ParameterLayout] = field(repr=False)
     interleaved: bool = False  # two half-batches alternate
     activations: Activations = "replicated"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fourfold.checkpoint.commit import step_name
 from fourfold.checkpoint.folder import open_folder
-from fourfold.checkpoint.manifest import Damaged
+from fourfold.checkpoint.manifest import CorruptCheckpointError
 from fourfold.checkpoint.retention import steps
 from fourfold.checkpoint.state import read_values
 from fourfold.config.run_file import from_dict
@@ -83,7 +83,7 @@ def _newest_values(run: RunConfig) -> dict[str, Any] | None:
     found = steps(root) if run.checkpoints.resume else []
     try:
         return read_values(root.child(step_name(found[-1]))) if found else None
-    except (Damaged, OSError):
+    except (CorruptCheckpointError, OSError):
         return None
 
 

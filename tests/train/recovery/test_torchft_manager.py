@@ -86,7 +86,7 @@ def copies(run: Any) -> bool:
     keys = ("step", "seed", "data", "optimizer")
     is_same = all(original.values[key] == copy.values[key] for key in keys)
     for name, held in original.tensors.items():
-        pairs = zip(held.pieces, copy.tensors[name].pieces, strict=True)
+        pairs = zip(held.shards, copy.tensors[name].pieces, strict=True)
         is_same &= all(torch.equal(a.local, b.local) for a, b in pairs)
     length = int.from_bytes(sent[:8], "little")
     generator = torch.Generator().manual_seed(0)

@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_named_with_the_collective_that_it_did_not_come_to(
         re.sub(" of | for ", " of x.", words, count=1),
     ):
         (tmp_path / "hung/hang/summary.txt").write_text(wrong)
-        assert "the report says" in peers.wrong_with(tmp_path / "hung", fault, shape, sequences[shape])
+        assert "the report says" in peers.find_damage(tmp_path / "hung", fault, shape, sequences[shape])
 
 
 def test_when_a_rank_is_killed_the_others_leave_at_once(pool: RankPool, tmp_path: Path) -> None:

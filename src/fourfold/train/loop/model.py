@@ -65,7 +65,7 @@ def model_config(model: ModelSection) -> Any:
             f"model.{field}: there is no {where}; give a config.json, a folder with one, or a hub id"
         )
     try:
-        return outside.model_config(where)
+        return outside.load_model_config(where)
     except OSError as error:
         raise ValueError(
             f"{where} is no folder with a config.json, nor a hub id that can be reached: {error}"

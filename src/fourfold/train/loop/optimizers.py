@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fourfold.config.schema import OptimizerSection
-from fourfold.optim.muon import MuonOnShards, split_matrices
+from fourfold.optim.muon import ShardedMuon, split_matrices
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.report import Report
 
@@ -21,7 +21,7 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, report: Report)
         matrices, others = split_matrices(model)
         muon = {"params": matrices, "muon": True, "weight_decay": section.weight_decay}
         groups = [muon, *groups_by_decay(others, section.weight_decay)]
-        return MuonOnShards(groups, model, report, momentum=section.momentum, **adamw)
+        return ShardedMuon(groups, model, report, momentum=section.momentum, **adamw)
     trained = [p for p in model.parameters() if p.requires_grad]
     # On CUDA the fused one, which can be told on the device to leave a step out (update.py).
     fused = True if report.grid.device.type == "cuda" else None

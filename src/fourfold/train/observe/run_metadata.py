@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fourfold.checkpoint.state import versions
-from fourfold.data.manifest import Manifest
+from fourfold.data.manifest import DatasetManifest
 from fourfold.profiling.step_report import describe_layout
 from fourfold.train.loop.trainer import Trainer
 from fourfold.train.observe.metrics import replace_file
@@ -39,7 +39,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
             {
                 "path": str(source.path),
                 "weight": source.weight,
-                "tokens": Manifest.load(source.path).tokens("train"),
+                "tokens": DatasetManifest.load(source.path).tokens("train"),
             }
             for source in run.data.sources
         ],

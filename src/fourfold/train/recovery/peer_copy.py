@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from fourfold.checkpoint import state
 from fourfold.checkpoint.index import DTYPE_NAMES, DTYPES
+from fourfold.checkpoint.local_shards import LocalShards
 from fourfold.checkpoint.optimizer import PREFIX
-from fourfold.checkpoint.pieces import Held
 from fourfold.checkpoint.state import Snapshot, TrainState
 
 MAX_TABLE_BYTES = 1 << 27
@@ -143,14 +143,14 @@ def _table(snapshot: Snapshot, manager: dict[str, int]) -> tuple[bytes, list[Ten
     tensors = {
         name: {
             # Of a tensor of which this rank has nothing, any would do.
-            "dtype": DTYPE_NAMES[held.pieces[0].local.dtype if held.pieces else torch.float32],
-            "whole": held.whole,
-            "pieces": [list(piece.local.shape) for piece in held.pieces],
+            "dtype": DTYPE_NAMES[held.shards[0].local.dtype if held.shards else torch.float32],
+            "whole": held.global_shape,
+            "pieces": [list(piece.local.shape) for piece in held.shards],
         }
         for name, held in snapshot.tensors.items()
     }
     table = {"values": snapshot.values, "manager": manager, "tensors": tensors}
-    return json.dumps(table).encode(), [p.local for held in snapshot.tensors.values() for p in held.pieces]
+    return json.dumps(table).encode(), [p.local for held in snapshot.tensors.values() for p in held.shards]
 
 
 def _parts(tensors: list[Tensor]) -> Iterator[memoryview]:
@@ -197,7 +197,7 @@ def _shapes(training: TrainState) -> dict[str, list[tuple[int, ...]]]:
     """Of the pieces that this rank has of each of the model's tensors."""
     tensors = state.model_tensors(training.model, training.report)
     return {
-        name.removeprefix(state.MODEL): [tuple(piece.local.shape) for piece in held.pieces]
+        name.removeprefix(state.MODEL): [tuple(piece.local.shape) for piece in held.shards]
         for name, held in tensors.items()
     }
 
@@ -226,10 +226,10 @@ def apply(copied: Copied, training: TrainState) -> None:
     state.resume(training, copied.values)
 
 
-def _copy_into(name: str, held: Held, pieces: list[Tensor]) -> None:
-    if len(held.pieces) != len(pieces):
-        raise CopyError(f"a peer has {len(pieces)} pieces of {name}, this rank {len(held.pieces)}")
-    for mine, theirs in zip(held.pieces, pieces, strict=True):
+def _copy_into(name: str, held: LocalShards, pieces: list[Tensor]) -> None:
+    if len(held.shards) != len(pieces):
+        raise CopyError(f"a peer has {len(pieces)} pieces of {name}, this rank {len(held.shards)}")
+    for mine, theirs in zip(held.shards, pieces, strict=True):
         if mine.local.shape != theirs.shape or mine.local.dtype != theirs.dtype:
             raise CopyError(f"{name} is {theirs.dtype} of {tuple(theirs.shape)} at a peer, not as here")
         mine.local.copy_(theirs)

@@ -1,0 +1,160 @@
+"""A rank's shards of Hugging Face tensors, in the form that the planners of `torch.distributed.checkpoint` take.
+
+Shards are those of Hugging Face tensors, because the parameters that a packed projection is split into depend on the grid.
+The planners decide which rank writes a replicated shard, and which ranges each rank reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+# There is no public name for the offset of a shard in its tensor (torch 2.13.0).
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fourfold.hf.parameter_layout import ParameterLayout
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A rectangle of a tensor of shape ``global_shape`` at ``offset``; ``local`` is a plain tensor and may be empty."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor, layout: ParameterLayout | None = None) -> LocalShard:
+        """This rank's shard of a DTensor, or all of any other tensor; ``layout`` says which part of which tensor it is."""
+        tensor = tensor.detach()
+        local, offset = tensor, (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local()
+            shape, offset = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            assert tuple(shape) == tuple(local.shape)
+        if layout is None:
+            return LocalShard(local, tuple(offset), tuple(tensor.shape))
+        assert layout.shape == tuple(tensor.shape)
+        return LocalShard(
+            local, tuple(s + o for s, o in zip(layout.start, offset, strict=True)), layout.hf_shape
+        )
+
+    def with_local(self, local: Tensor) -> LocalShard:
+        """The same rectangle, with the values of another tensor."""
+        assert local.shape == self.local.shape
+        return LocalShard(local.detach(), self.offset, self.global_shape)
+
+
+class LocalShards:
+    """A rank's shards of one tensor: several for a packed projection, one for each of its parts."""
+
+    def __init__(self, shards: Iterable[LocalShard] = ()) -> None:
+        self.shards: list[LocalShard] = []
+        self.global_shape: tuple[int, ...] = ()
+        for shard in shards:
+            self.add(shard)
+
+    def add(self, shard: LocalShard) -> None:
+        assert not self.shards or self.global_shape == shard.global_shape
+        self.global_shape = shard.global_shape
+        # DCP identifies shards by their offset, and an empty shard may have the offset of another rank's shard.
+        if shard.local.numel():
+            self.shards.append(shard)
+
+    def staged(self) -> LocalShards:
+        """Copies in host memory, which training does not change."""
+        held = LocalShards(p.with_local(p.local.to("cpu", copy=True).contiguous()) for p in self.shards)
+        held.global_shape = self.global_shape
+        return held
+
+    # -- the protocol of DCP's planners ----------------------------------------------------------------------------------
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.global_shape)
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        # The parts of a packed projection have the same step count: one of them is enough.
+        first = {shard.offset: shard for shard in reversed(self.shards)}
+        return [
+            WriteItem(
+                MetadataIndex(name, shard.offset),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    _chunk(shard), TensorProperties(dtype=shard.local.dtype), self.size()
+                ),
+            )
+            for shard in first.values()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(shard) for shard in self.shards]
+
+
+def _chunk(shard: LocalShard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(shard.offset), shard.local.shape)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's default planner, for `LocalShards` by name."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        held = cast(LocalShards, self.state_dict[index.fqn])
+        return next(shard.local for shard in held.shards if shard.offset == index.offset)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's default planner, for `LocalShards` by name; a missing element or another dtype is an error."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        plan = super().create_local_plan()
+        planned = dict.fromkeys(self.state_dict, 0)
+        for item in plan.items:
+            planned[item.dest_index.fqn] += math.prod(item.lengths)
+        for name, held in self.state_dict.items():
+            stored = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[name])
+            for shard in held.shards:
+                if stored.properties.dtype != shard.local.dtype:
+                    raise ValueError(
+                        f"{name} is {stored.properties.dtype} in the checkpoint, but {shard.local.dtype} here; build the model in "
+                        "the dtype of the checkpoint"
+                    )
+            needed = sum(shard.local.numel() for shard in held.shards)
+            if planned[name] != needed:
+                raise ValueError(
+                    f"the checkpoint has {planned[name]} of the {needed} elements that this rank needs of {name}"
+                )
+        return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.index is not None  # its position in the list of chunks
+        return cast(LocalShards, self.state_dict[index.fqn]).shards[index.index].local
