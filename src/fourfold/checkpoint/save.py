@@ -27,6 +27,7 @@ from fourfold.checkpoint.manifest import find_damage
 from fourfold.checkpoint.pieces import LoadPlanner, SavePlanner
 from fourfold.checkpoint.state import Snapshot, TrainState
 from fourfold.checkpoint.storage import Reader, Writer
+from fourfold.mesh import agreements
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -209,12 +210,7 @@ class Checkpoints:
             mine = find_damage(folder, step, part=self._rank, parts=self._ranks)
         except OSError as error:
             mine = [f"{folder}: cannot be read on rank {self._rank} ({error})"]
-        return sorted({line for lines in self._gather(mine) for line in lines})
-
-    def _gather(self, mine: T) -> list[T]:
-        everyones: list[Any] = [None] * self._ranks
-        dist.all_gather_object(everyones, mine, group=self._group)
-        return everyones
+        return sorted({line for lines in agreements.gather_objects(mine, self._group) for line in lines})
 
     def _from_first(self, work: Callable[[], T]) -> T:
         """What rank 0 computes, on all ranks; if it fails, it fails on all."""
@@ -224,10 +220,10 @@ class Checkpoints:
                 answer[0] = work()
             except Exception as error:
                 answer[1] = f"rank 0: {error!r}"
-        dist.broadcast_object_list(answer, src=0, group=self._group)
-        if answer[1] is not None:
-            raise OSError(answer[1])
-        return cast(T, answer[0])
+        value, failure = agreements.broadcast_object(answer, self._group)
+        if failure is not None:
+            raise OSError(failure)
+        return cast(T, value)
 
 
 def _words(error: CheckpointException) -> str:
