@@ -18,7 +18,7 @@ from fourfold.export import export
 from fourfold.planner.inputs.layout import Layout
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.observe.evaluate import Evaluation
-from fourfold.train.observe.run_metadata import facts_of
+from fourfold.train.observe.run_metadata import run_metadata
 from tests.training import Shape, on, stock_losses, train, write_run
 
 SAME, ACROSS = 1e-6, 1e-5  # relative; grids sum in different orders
@@ -54,7 +54,7 @@ class Validation(Evaluation):
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         super().on_step(trainer, result)
-        self.found = [*getattr(self, "found", []), result.figures["validation_loss"]]
+        self.found = [*getattr(self, "found", []), result.metrics["validation_loss"]]
 
 
 def train_by_tokens(run: RunConfig) -> tuple[dict[int, float], list[float], Any]:
@@ -68,7 +68,7 @@ class Facts(Callback):
     layout: Any = None
 
     def on_start(self, trainer: Trainer) -> None:
-        self.layout = Layout(**facts_of(trainer)["layout"])
+        self.layout = Layout(**run_metadata(trainer)["layout"])
 
 
 def test_token_sharded_activations_train_evaluate_and_save_the_same(pool: RankPool, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def evaluated(run: RunConfig) -> tuple[dict[int, float], float, bool]:
 
     class Keep(Callback):
         def on_step(self, trainer: Trainer, result: StepResult) -> None:
-            figures.append(result.figures["validation_loss"])
+            figures.append(result.metrics["validation_loss"])
 
     losses, _ = train(run, evaluation, Keep())
     return losses, figures[-1], losses == plain

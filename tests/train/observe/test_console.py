@@ -12,7 +12,7 @@ from benchmarks.ranks import RankPool
 from fourfold import Grid
 from fourfold.config.schema import RunConfig
 from fourfold.train.loop.trainer import Trainer
-from fourfold.train.observe.columns import columns_of, line_of, that_fit
+from fourfold.train.observe.columns import columns_of, columns_that_fit, log_line
 from fourfold.train.observe.console import ConsoleLogger
 from fourfold.train.observe.meter import Meter
 from fourfold.train.observe.metrics import read_metrics
@@ -50,11 +50,11 @@ def test_one_line_a_step_each_word_in_its_place(pool: RankPool, run: RunConfig) 
     assert len(lines) == len(metrics) == 12
     for word in ("loss", "norm", "tokens/s", "seconds", "exposed z", "left"):
         assert len({line.index(f"  {word} ") for line in lines}) == 1, word
-    for line, figures in zip(lines, metrics, strict=True):
-        assert line.startswith(f"step {figures['step']:2.0f}/12  loss {figures['loss']:7.4f}")
-        share = figures["exposed_z_s"] / figures["seconds"]
-        assert f"exposed z {figures['exposed_z_s']:.4f} s {share:6.1%}" in line
-        assert ("validation" in line) == (figures["step"] in (5, 10, 12))
+    for line, step in zip(lines, metrics, strict=True):
+        assert line.startswith(f"step {step['step']:2.0f}/12  loss {step['loss']:7.4f}")
+        share = step["exposed_z_s"] / step["seconds"]
+        assert f"exposed z {step['exposed_z_s']:.4f} s {share:6.1%}" in line
+        assert ("validation" in line) == (step["step"] in (5, 10, 12))
 
 
 def on_a_terminal(run: RunConfig, width: int) -> tuple[str, list[tuple[int, list[str]]]]:
@@ -65,7 +65,7 @@ def on_a_terminal(run: RunConfig, width: int) -> tuple[str, list[tuple[int, list
     trainer.train()
     fits = []
     for room in (60, 80, 120, 200):
-        columns = that_fit(columns_of(trainer), room)
+        columns = columns_that_fit(columns_of(trainer), room)
         fits.append((sum(c.width + 2 for c in columns), [c.heading for c in columns]))
     return out.getvalue(), fits
 
@@ -82,14 +82,14 @@ def test_a_terminal_keeps_a_table_in_its_place(pool: RankPool, run: RunConfig) -
     for room, (width, headings) in zip((60, 80, 120, 200), fits, strict=True):
         assert width <= room, headings
         assert {"step", "loss", "tokens/s"} <= set(headings)
-    assert "waits z" in fits[-1][1]
+    assert "exposed z" in fits[-1][1]
     assert "memory" not in fits[0][1]
 
 
 def test_what_a_gpu_adds_to_a_line() -> None:
-    figures: dict[str, Any] = {"step": 3, "loss": 2.0, "seconds": 0.5, "tokens_per_s": 9e6, "mfu": 0.4123}
-    assert "  mfu  41.2%  " in line_of(figures, 1000, 60.0)
-    assert "mfu" not in line_of({k: v for k, v in figures.items() if k != "mfu"}, 1000, 60.0)
+    metrics: dict[str, Any] = {"step": 3, "loss": 2.0, "seconds": 0.5, "tokens_per_s": 9e6, "mfu": 0.4123}
+    assert "  mfu  41.2%  " in log_line(metrics, 1000, 60.0)
+    assert "mfu" not in log_line({k: v for k, v in metrics.items() if k != "mfu"}, 1000, 60.0)
 
 
 def test_a_run_that_stops_says_so(pool: RankPool, tmp_path: Path) -> None:
@@ -97,4 +97,4 @@ def test_a_run_that_stops_says_so(pool: RankPool, tmp_path: Path) -> None:
     ((_, printed),) = pool.run(watch, 1, stopping, stop_at=2)
     assert re.search(r"^stopped at step [23]: [23] steps in ", printed, re.MULTILINE)
     ((_, printed),) = pool.run(watch, 1, stopping)
-    assert re.search(r"^goes on behind step [23] of 6$", printed, re.MULTILINE)
+    assert re.search(r"^resumed from step [23] of 6$", printed, re.MULTILINE)

@@ -13,8 +13,8 @@ from fourfold.config.schema import RunConfig
 from fourfold.planner.show.charts import Curve, curves, smooth, thinned
 from fourfold.planner.show.compare import Comparison
 from fourfold.train.observe.metrics import read_metrics
-from fourfold.train.observe.report import against, times_of, write_report
-from fourfold.train.observe.run_metadata import read_facts
+from fourfold.train.observe.report import compare_with_prediction, times_of, write_report
+from fourfold.train.observe.run_metadata import read_run_metadata
 from tests.training import on, write_run
 from tests.watching import SlowRank, watch
 
@@ -95,9 +95,9 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_parts_make_up_the_time(logs: Path) -> None:
-    facts, lines = read_facts(logs), read_metrics(logs)
-    times_s = times_of(facts, lines)
-    whole_s = facts["starts"][-1]["seconds"]
+    metadata, lines = read_run_metadata(logs), read_metrics(logs)
+    times_s = times_of(metadata, lines)
+    whole_s = metadata["starts"][-1]["seconds"]
     assert sum(times_s.values()) == pytest.approx(whole_s, rel=1e-6)
     assert times_s["exposed z"] > 0.5 * WAIT_S * 12
     assert times_s["evaluation"] > 0
@@ -108,22 +108,22 @@ def test_the_parts_make_up_the_time(logs: Path) -> None:
 
 
 def test_a_run_that_was_killed_has_a_page(logs: Path) -> None:
-    facts = json.loads((logs / "run.json").read_text())
+    metadata = json.loads((logs / "run.json").read_text())
     for key in ("seconds", "until_step", "unlogged_s"):
-        del facts["starts"][-1][key]
-    (logs / "run.json").write_text(json.dumps(facts))
+        del metadata["starts"][-1][key]
+    (logs / "run.json").write_text(json.dumps(metadata))
     lines = (logs / "metrics.jsonl").read_text().splitlines()
     (logs / "metrics.jsonl").write_text("\n".join(lines[:7]) + '\n{"step": 8, "lo')
     text = text_of(write_report(logs, None).read_text())
     assert "7 of 12 steps" in text
-    assert "has not come to its end" in text
+    assert "did not end normally" in text
 
 
 def test_measured_and_predicted_side_by_side(logs: Path, tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(CLUSTER)
-    facts, lines = read_facts(logs), read_metrics(logs)
-    seen = against(facts, lines, str(cluster))
+    metadata, lines = read_run_metadata(logs), read_metrics(logs)
+    seen = compare_with_prediction(metadata, lines, str(cluster))
     assert isinstance(seen, Comparison)
     assert seen.worst == "exposed z"  # no simulation knows of the slow rank
     assert seen.run.parts_s["exposed z"] - seen.predicted_s["exposed z"] > 0.5 * WAIT_S
@@ -139,7 +139,7 @@ def test_measured_and_predicted_side_by_side(logs: Path, tmp_path: Path) -> None
     [(None, "No cluster is given"), ("dgx-h100", "It ran on CPU"), ("dgx-h200", "no cluster named")],
 )
 def test_without_a_prediction_the_page_says_why(logs: Path, cluster: str | None, reason: str) -> None:
-    seen = against(read_facts(logs), read_metrics(logs), cluster)
+    seen = compare_with_prediction(read_run_metadata(logs), read_metrics(logs), cluster)
     assert isinstance(seen, str)
     assert reason in seen
 

@@ -20,8 +20,8 @@ from fourfold.drill.injector import Injector, flip_weight
 from fourfold.mesh.grid import Grid
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.loop.update import update
-from fourfold.train.resilience.bad_steps import AT_LEAST, BadSteps, Usual
-from fourfold.train.resilience.replica_check import ReplicaConsistencyCheck, odd_ones
+from fourfold.train.resilience.bad_steps import AT_LEAST, BadSteps, SpikeDetector
+from fourfold.train.resilience.replica_check import ReplicaConsistencyCheck, minority
 from fourfold.train.resilience.stragglers import Stragglers
 from tests.training import LENGTH, on, write_run
 from tests.training import train as train_run
@@ -47,7 +47,7 @@ class Weights(Callback):
         states = [state[shard][kind] for _, shard in pairs for kind in sorted(state[shard])]
         shards = [p.to_local() for p in trainer.model.parameters()]  # type: ignore[attr-defined]
         self.after[result.step] = [t.detach().clone() for t in (*shards, *states)]
-        self.figures[result.step] = dict(result.figures)
+        self.figures[result.step] = dict(result.metrics)
 
 
 def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
@@ -122,15 +122,15 @@ def test_without_the_watcher_the_same_fault_spoils_the_weights(
 def test_no_false_alarm_in_clean_steps_and_every_spike_is_found() -> None:
     drawn = torch.Generator().manual_seed(0)
     for noise in (0.02, 0.2, 0.5):
-        usual, alarms, found = Usual(6.0, math.log(2.0), CPU), 0, 0
+        usual, alarms, found = SpikeDetector(6.0, math.log(2.0), CPU), 0, 0
         for step in range(1000):
             # A norm that falls from 5 to 1, with a noise that is skewed as norms are.
             clean = (1 + 4 / (1 + step / 30)) * torch.exp(noise * torch.randn((), generator=drawn))
             if step % 100 == 99:
-                found += bool(usual.is_far(clean * 1000))
-            far = usual.is_far(clean)
+                found += bool(usual.is_bad(clean * 1000))
+            far = usual.is_bad(clean)
             alarms += bool(far)
-            usual.take(clean, ~far)
+            usual.add(clean, ~far)
         assert alarms == 0, noise
         assert found == 10, noise
 
@@ -162,7 +162,7 @@ def go_back(values: dict[str, Any], folder: str) -> tuple[bool, int, list[str]]:
     faults = [Fault("nan", "gradients", rank=r, step=s, seed=1) for r in (0, 1) for s in (6, 7)]
     seen, trainer = train(values, (1, 2, 1, 1), faults, BadSteps(6.0, 2), folder=f"{folder}/back")
     names = sorted(path.name for path in Path(folder, "back").iterdir())
-    return same(plain.after[8], seen.after[8]), trainer.back.count, names
+    return same(plain.after[8], seen.after[8]), trainer.rollbacks.count, names
 
 
 def test_bad_steps_in_a_row_by_chance_are_undone_and_the_run_ends_as_it_would_have(
@@ -194,7 +194,7 @@ class BadText(Callback):
 def get_past(values: dict[str, Any], folder: str, bad: range) -> tuple[int, int, int]:
     text = BadText(bad)
     _, trainer = train(values, (1, 2, 1, 1), [], text, BadSteps(6.0, 2), folder=folder)
-    return trainer.back.count, text.skipped_to, trainer.step
+    return trainer.rollbacks.count, text.skipped_to, trainer.step
 
 
 def test_text_that_gives_no_numbers_is_passed_over_the_second_time(
@@ -207,7 +207,7 @@ def test_text_that_gives_no_numbers_is_passed_over_the_second_time(
 def test_a_run_that_does_not_recover_ends_in_words(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(RankError, match="gone back to twice; look at the text"):
+    with pytest.raises(RankError, match=r"also after two rollbacks .*; look at the data"):
         pool.run(get_past, 2, values, str(tmp_path), range(32, 10**6))
 
 
@@ -217,8 +217,8 @@ def remember(values: dict[str, Any], folder: str) -> tuple[bool, float]:
     train(values, (1, 2, 1, 1), [Fault("nan", "gradients", step=3)], first, steps=6)
     seen, _ = train(values, (1, 2, 1, 1), [], again, folder=folder, steps=6)
     alike = [
-        torch.equal(first._usual[n].values.nan_to_num(), again._usual[n].values.nan_to_num())
-        for n in first._usual
+        torch.equal(first._detectors[n].values.nan_to_num(), again._detectors[n].values.nan_to_num())
+        for n in first._detectors
     ]
     return all(alike), seen.figures[6].get("skipped_steps", -1.0)
 
@@ -241,7 +241,7 @@ def corrupt(values: dict[str, Any], folder: str) -> tuple[bool, int, str]:
         seen, trainer = train(
             values, (3, 1, 1, 1), [fault], ReplicaConsistencyCheck(5), folder=f"{folder}/flip", batch=12
         )
-    return same(plain.after[8], seen.after[8]), trainer.back.count, said.getvalue()
+    return same(plain.after[8], seen.after[8]), trainer.rollbacks.count, said.getvalue()
 
 
 def test_a_flipped_bit_in_a_replica_is_named_undone_and_not_saved(
@@ -250,7 +250,7 @@ def test_a_flipped_bit_in_a_replica_is_named_undone_and_not_saved(
     # Before the save of step 8; the last one that was agreed on is that of step 6.
     found = pool.run(corrupt, 3, values, str(tmp_path))
     assert [(is_same, rollbacks) for is_same, rollbacks, _ in found] == [(True, 1)] * 3
-    assert "step 8: the weights of rank 1 are not those of the replicas" in found[0][2]
+    assert "step 8: the weights of rank 1 differ from those of the replicas" in found[0][2]
     assert not list(tmp_path.glob("flip/*undone*"))
 
 
@@ -271,7 +271,7 @@ def test_a_flipped_bit_is_not_saved_when_the_run_is_asked_to_stop(
 ) -> None:
     for rank, (said, steps) in enumerate(pool.run(corrupt_and_stop, 3, values, str(tmp_path))):
         assert steps == [2, 4]
-        assert rank or "step 5: the weights of rank 1 are not those of the replicas" in said
+        assert rank or "step 5: the weights of rank 1 differ from those of the replicas" in said
 
 
 def flip_and_ask(values: dict[str, Any]) -> list[tuple[int, int]]:
@@ -279,11 +279,11 @@ def flip_and_ask(values: dict[str, Any]) -> list[tuple[int, int]]:
     run = on(values, (2, 1, 1, 2))
     trainer = Trainer(run, Grid.create((2, 1, 1, 2)))
     same_weights = ReplicaConsistencyCheck(1)
-    found = [same_weights._odd_ranks(trainer)]
+    found = [same_weights._differing_ranks(trainer)]
     for rank in range(4):
         if torch.distributed.get_rank() == rank:
             flip_weight(list(trainer.model.parameters()), random.Random(rank))
-        found.append(same_weights._odd_ranks(trainer))
+        found.append(same_weights._differing_ranks(trainer))
         if torch.distributed.get_rank() == rank:
             flip_weight(list(trainer.model.parameters()), random.Random(rank))
     return found
@@ -296,9 +296,9 @@ def test_with_two_replicas_both_are_named_on_all_ranks(pool: RankPool, values: d
 
 
 def test_majorities() -> None:
-    assert odd_ones([1, 1, 1, 1]) == []
-    assert odd_ones([1, 2, 1, 3]) == [0, 1, 2, 3]
-    assert odd_ones([1, 2, 1, 1, 3]) == [1, 4]
+    assert minority([1, 1, 1, 1]) == []
+    assert minority([1, 2, 1, 3]) == [0, 1, 2, 3]
+    assert minority([1, 2, 1, 1, 3]) == [1, 4]
 
 
 # -- a slow rank -------------------------------------------------------------------------------------------------------

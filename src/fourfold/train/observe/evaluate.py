@@ -1,4 +1,4 @@
-"""The loss on text that is not trained on, the same samples each time."""
+"""The validation loss, on the same samples each time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fourfold.weights.api import evaluating
 
 
 class Evaluation(Callback):
-    """Every so many steps, and at the end; the mean over the tokens of all its samples."""
+    """Every ``every_steps`` steps and at the end: the mean over the tokens of all samples."""
 
     def __init__(self, sequences: int, every_steps: int | None) -> None:
         self._sequences, self._every = sequences, every_steps
@@ -31,17 +31,16 @@ class Evaluation(Callback):
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if trainer.is_done or (self._every is not None and result.step % self._every == 0):
-            with trainer.beside("evaluation"):
-                result.figures["validation_loss"] = self.loss(trainer)
+            with trainer.timed("evaluation"):
+                result.metrics["validation_loss"] = self.loss(trainer)
 
     def loss(self, trainer: Trainer) -> float:
-        """In as many rows at a time as a training step takes, so that evaluation needs no more memory."""
+        """Evaluate in micro-batches of the training step's size, so that evaluation needs no more memory."""
         assert self._loader is not None
         batch = self._loader.read(0)
         inputs = {name: rows.to(trainer.grid.device) for name, rows in batch.inputs.items()}
         counted = count_labels(inputs["labels"], trainer.grid, shift=True)
-        at_a_time = trainer.rows_at_a_time
-        parts = zip(*(rows.split(at_a_time) for rows in inputs.values()), strict=True)
+        parts = zip(*(rows.split(trainer.micro_batch_rows) for rows in inputs.values()), strict=True)
         total = torch.zeros((), device=trainer.grid.device)
         with evaluating(trainer.model):
             for rows in parts:
