@@ -10,6 +10,7 @@ without the interruption.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -207,7 +208,7 @@ class Trainer:
                 "restarted, it resumes from its newest checkpoint"
             )
         with self.timed("rollback"):
-            self.rollbacks.roll_back(self.training, checkpoints)
+            self.warn(self.rollbacks.roll_back(self.training, checkpoints))
         self.after_rollback()
         return self.replicas.batches(self.training, self.loader)
 
@@ -215,6 +216,11 @@ class Trainer:
         """Is a checkpoint due after this step? Every ``checkpoints.every_steps`` steps, and at the end."""
         every = self.run.checkpoints.every_steps
         return step >= self.run.schedule.steps or (every is not None and step % every == 0)
+
+    def warn(self, message: str) -> None:
+        """Print to standard error, on rank 0."""
+        if self.is_first:
+            print(message, file=sys.stderr, flush=True)
 
     @contextmanager
     def timed(self, activity: str) -> Iterator[None]:

@@ -6,10 +6,6 @@ had happened. What happens again is caused by the training itself, or by the dat
 
 from __future__ import annotations
 
-import sys
-
-import torch.distributed as dist
-
 from fourfold.checkpoint.save import Checkpoints
 from fourfold.checkpoint.state import TrainState
 
@@ -42,7 +38,8 @@ class Rollbacks:
         if self._requested is None:
             self._requested = (before, reason, random_fault)
 
-    def roll_back(self, training: TrainState, checkpoints: Checkpoints | None) -> None:
+    def roll_back(self, training: TrainState, checkpoints: Checkpoints | None) -> str:
+        """Do what was requested; returns a message."""
         assert self._requested is not None
         (before, reason, random_fault), self._requested = self._requested, None
         failed_at, samples = training.step, training.data["samples"]
@@ -63,9 +60,4 @@ class Rollbacks:
         if times == 2 and not random_fault:
             training.data["samples"] = samples
             action = "the samples on which it failed are skipped"
-        if dist.get_rank() == 0:
-            print(
-                f"step {failed_at}: {reason}; rolled back to the checkpoint of step {step}: {action}",
-                file=sys.stderr,
-                flush=True,
-            )
+        return f"step {failed_at}: {reason}; rolled back to the checkpoint of step {step}: {action}"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -48,6 +47,8 @@ class Loop(Protocol):
     """What the manager needs of the training loop."""
 
     def timed(self, activity: str) -> AbstractContextManager[None]: ...
+
+    def warn(self, message: str) -> None: ...
 
     def before_save(self) -> None:
         """Put the state of callbacks into the train state."""
@@ -255,9 +256,8 @@ class TorchFTManager:
         self._log(f"state copied from another replica; this one was at step {before}")
 
     def _log(self, message: str) -> None:
-        if dist.get_rank() == 0:
-            where = f"replica {self._run.reliability.replica}, step {self._training.step + 1}"
-            print(f"{where}: {message}", file=sys.stderr, flush=True)
+        replica, step = self._run.reliability.replica, self._training.step + 1
+        self._loop.warn(f"replica {replica}, step {step}: {message}")
 
 
 def replica_rows(sequences: int, z: int, replicas: int, index: int) -> slice:

@@ -7,7 +7,6 @@ by an all-reduce. On CUDA the values stay on the device; the host reads them eve
 from __future__ import annotations
 
 import math
-import sys
 
 import torch
 import torch.distributed as dist
@@ -103,14 +102,12 @@ class BadSteps(Callback):
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         reads = not result.loss.is_cuda or result.step % trainer.run.reliability.check_every_steps == 0
         in_a_row = int(self._in_a_row) if reads else 0
-        if in_a_row and trainer.is_first:
+        if in_a_row:
             found = result.gradient_norm
-            norm = "" if found is None else f", gradient norm {float(found):g}"
-            print(
-                f"step {result.step} left the weights unchanged: loss {float(result.loss):g}{norm}; {in_a_row} in a row",
-                file=sys.stderr,
-                flush=True,
+            values = f"loss {float(result.loss):g}" + (
+                "" if found is None else f", gradient norm {float(found):g}"
             )
+            trainer.warn(f"step {result.step} left the weights unchanged: {values}; {in_a_row} in a row")
         if in_a_row >= self._limit:
             trainer.rollbacks.request(result.step - in_a_row + 1, f"{in_a_row} bad steps in a row")
         if trainer.is_first and is_logged(trainer, result.step):

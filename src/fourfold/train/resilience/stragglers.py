@@ -8,7 +8,6 @@ on CUDA waits are not measured, and no rank seems slower than another.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -82,12 +81,10 @@ class Stragglers(Callback):
             self.named.clear()
             return
         times = longest_s / max(others_s, 1e-9)
-        if rank not in self.named and trainer.is_first:
-            print(
+        if rank not in self.named:
+            trainer.warn(
                 f"step {step}: rank {rank} is slow: {longest_s:.3g} s without waits in a good step, {times:.2f} times as long as "
-                f"the others in a bad one ({others_s:.3g} s); all wait for it",
-                file=sys.stderr,
-                flush=True,
+                f"the others in a bad one ({others_s:.3g} s); all wait for it"
             )
         self.named[rank] = times
 
