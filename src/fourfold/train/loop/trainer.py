@@ -26,7 +26,8 @@ from fourfold.checkpoint.save import Checkpoints
 from fourfold.checkpoint.state import TrainState
 from fourfold.config.schema import RunConfig
 from fourfold.data.loader import Batch, Loader
-from fourfold.data.mixture import check_identity, open_mixture
+from fourfold.data.manifest import Split
+from fourfold.data.mixture import Mixture, check_identity, open_mixture
 from fourfold.mesh.clock import Clock, clock_of
 from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
@@ -109,8 +110,7 @@ class Trainer:
         rows = batch.stop - batch.start
         self.micro_batch_rows = micro_batch_rows(run, rows)
         self.micro_batches = -(-rows // (self.replicas.planned * self.micro_batch_rows))
-        sources = [(source.path, source.weight) for source in run.data.sources]
-        self.mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed)
+        self.mixture = open_data(run, "train")
         self.loader = Loader(self.mixture, grid, run.sequences, read_ahead=run.data.read_ahead)
         self.model, self.report = build_model(run.model, run.engine, grid, run.seed, run.data.sequence_length)
         check_documents_stay_apart(
@@ -286,11 +286,8 @@ class Trainer:
 
     def _forward_and_backward(self, batch: Batch) -> Tensor:
         """The mean loss over the global batch; gradients of all micro-batches are reduced with the last."""
-        inputs = {name: rows.to(self.grid.device, non_blocking=True) for name, rows in batch.inputs.items()}
-        counted = count_labels(inputs["labels"], self.grid, shift=True, at_least=0)
+        counted, parts = self.split(batch)
         counted = self.replicas.sum(counted).clamp(min=1)
-        chunks = zip(*(rows.split(self.micro_batch_rows) for rows in inputs.values()), strict=True)
-        parts = [dict(zip(inputs, rows, strict=True)) for rows in chunks]
         total = torch.zeros((), device=self.grid.device)
         for i, part in enumerate(parts):
             is_last = i == len(parts) - 1
@@ -299,6 +296,18 @@ class Trainer:
                 loss.backward()
             total += loss.detach()
         return total
+
+    def split(self, batch: Batch) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """(the number of labels in the global batch, this rank's inputs in micro-batches on its device)."""
+        inputs = {name: rows.to(self.grid.device, non_blocking=True) for name, rows in batch.inputs.items()}
+        counted = count_labels(inputs["labels"], self.grid, shift=True, at_least=0)
+        parts = zip(*(rows.split(self.micro_batch_rows) for rows in inputs.values()), strict=True)
+        return counted, [dict(zip(inputs, rows, strict=True)) for rows in parts]
+
+
+def open_data(run: RunConfig, split: Split) -> Mixture:
+    sources = [(source.path, source.weight) for source in run.data.sources]
+    return open_mixture(sources, length=run.data.sequence_length, seed=run.seed, split=split)
 
 
 def micro_batch_rows(run: RunConfig, rows: int) -> int:
