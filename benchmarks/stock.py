@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fourfold.config.schema import RunConfig
 from fourfold.data.manifest import Split
 from fourfold.data.mixture import Mixture, open_mixture
-from fourfold.train.loop.schedule import rate_of_step
+from fourfold.train.loop.schedule import learning_rate_factor
 
 
 class Stock:
@@ -49,7 +49,7 @@ class Stock:
         if self.run.optimizer.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optimizer.max_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.run.optimizer.lr * rate_of_step(self.run.schedule, self.steps_done)
+            group["lr"] = self.run.optimizer.lr * learning_rate_factor(self.run.schedule, self.steps_done)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps_done += 1

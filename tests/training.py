@@ -1,4 +1,4 @@
-"""A small run: drawn text, a model with weights in a folder, and the loop that stock PyTorch would run on it."""
+"""A small run: random text, a model with weights in a folder, and the same training in stock PyTorch."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from benchmarks.stock import Stock
 from fourfold.checkpoint import Checkpoints
-from fourfold.config.describe import toml_value
 from fourfold.config.run_file import from_dict
 from fourfold.config.schema import RunConfig
+from fourfold.files import toml_value
 from fourfold.mesh.grid import Grid
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.recovery.stop import StopRequest
@@ -23,9 +23,9 @@ Shape = tuple[int, int, int, int]
 
 
 def write_run(folder: Path, kind: str = "llama", **changes: Any) -> dict[str, Any]:
-    """What the run's file says: a model and data in ``folder``, 6 steps of 8 sequences."""
-    drawn = np.random.default_rng(0)
-    documents = [drawn.integers(1, VOCABULARY, size) for size in drawn.integers(3, 60, 60)]
+    """The values of a run config: a model and data in ``folder``, 6 steps of 8 sequences."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(1, VOCABULARY, size) for size in rng.integers(3, 60, 60)]
     prepared.write(folder / "data", documents[:50], documents[50:])
     build(kind, **changes).save_pretrained(folder / "model")
     return {
@@ -43,7 +43,7 @@ def write_run(folder: Path, kind: str = "llama", **changes: Any) -> dict[str, An
 
 
 def as_toml(values: dict[str, Any]) -> str:
-    """The run's file."""
+    """The run config as TOML."""
     top = [f"{name} = {toml_value(value)}" for name, value in values.items() if not isinstance(value, dict)]
     for section, fields in values.items():
         if isinstance(fields, dict):
@@ -66,7 +66,7 @@ class Losses(Callback):
 
 
 class StopAt(Callback):
-    """One rank is asked to stop."""
+    """Requests a stop on one rank."""
 
     def __init__(self, step: int, rank: int, request: StopRequest) -> None:
         self._step, self._rank, self._request = step, rank, request

@@ -1,4 +1,4 @@
-"""Runs with all that stands beside their steps, on ranks of this machine."""
+"""Runs with all their callbacks, on local ranks."""
 
 import time
 from collections.abc import Iterator

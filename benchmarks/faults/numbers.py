@@ -92,12 +92,12 @@ def disturbed(
         named = rf"rank {rank} is slow"
     elif action == "flip":
         faults = [Fault("flip", "step", rank, step, seed=seed)]
-        named = rf"the weights of rank {rank} are not those"
+        named = rf"the weights of rank {rank} differ from those"
     else:
         # After the reduction, a gradient that is too large on one rank is too large on all.
         on = [rank] if action == "nan" else range(ranks)
         faults = [Fault(action, "gradients", r, step, seed=seed) for r in on]
-        named = rf"step {step} left the weights as they are"
+        named = rf"step {step} left the weights unchanged"
     lines = pool.run(train, ranks, str(file), shape, faults, LONGEST, broken, timeout_s=600)[0]
     wrong = [text for at, text in lines if at < step]
     found = [at for at, text in lines if at >= step and re.search(named, text)]

@@ -34,8 +34,8 @@ from fourfold.drill.injector import Injector
 from fourfold.mesh.collectives import InFlightCollective
 from fourfold.mesh.grid import Grid
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
-from fourfold.train.resilience.hang import HangWatch, LostRanks
-from fourfold.train.resilience.hang.place import in_words
+from fourfold.train.resilience.hang import HangDetector, LostRanks
+from fourfold.train.resilience.hang.status import describe
 
 Shape = tuple[int, int, int, int]
 GRIDS: tuple[Shape, ...] = ((1, 2, 1, 2), (2, 1, 2, 1))
@@ -173,7 +173,7 @@ class Diary(Callback):
         yield
 
     def started(self, flight: InFlightCollective, *tensors: Tensor) -> None:
-        self.words[flight.axis].append(in_words(flight))
+        self.words[flight.axis].append(describe(flight))
         self._flights = [
             item for item in self._flights if not item[2].work or not item[2].work.is_completed()
         ]
@@ -220,7 +220,7 @@ class RecordingInjector(Injector):
 def train_until_lost(file: str, shape: Shape, fault: Fault, folder: str, broken: bool) -> None:
     where = Path(folder)
     diary = Diary(where)
-    watch = [] if broken else [HangWatch(TIMEOUT_S, 60.0, where / "hang")]
+    watch = [] if broken else [HangDetector(TIMEOUT_S, 60.0, where / "hang")]
     trainer = Trainer(
         config(file, shape),
         Grid.create(shape),

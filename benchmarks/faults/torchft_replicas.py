@@ -37,7 +37,7 @@ from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.recovery import peer_copy
-from fourfold.train.resilience.replica_check import hash_of
+from fourfold.train.resilience.replica_check import weight_hash
 from fourfold.train.run import train
 
 # As in docs/reliability.md.
@@ -243,7 +243,7 @@ class Record(Callback):
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if trainer.is_first:
             line = {"step": result.step, "time": time.monotonic(), "loss": float(result.loss)}
-            line["replicas"] = result.figures.get("replicas", 1.0)
+            line["replicas"] = result.metrics.get("replicas", 1.0)
             with (self._folder / "steps").open("a") as file:
                 file.write(json.dumps(line) + "\n")
         if not (self._folder.parent / "hurry").exists():
@@ -251,7 +251,7 @@ class Record(Callback):
         self._begun_s = time.monotonic()
 
     def on_end(self, trainer: Trainer) -> None:
-        self.weights = int(hash_of(trainer.model.parameters()))
+        self.weights = int(weight_hash(trainer.model.parameters()))
 
 
 def one_rank(run: RunConfig, folder: Path, broken: bool = False) -> int:

@@ -11,7 +11,7 @@ from fourfold.config import run_file
 from fourfold.config.describe import SIZES, reference, starting_file
 from fourfold.config.run_file import ConfigError
 from fourfold.config.schema import RunConfig, ScheduleSection
-from fourfold.train.loop.schedule import rate_of_step
+from fourfold.train.loop.schedule import learning_rate_factor
 
 MINIMAL = {"model": {"config": "config.json"}, "data": {"sources": [{"path": "text"}]}}
 
@@ -124,14 +124,14 @@ def test_a_starting_file_is_valid_and_has_every_field(size):
 
 def test_learning_rate_schedules():
     cosine = ScheduleSection(steps=100, warmup_steps=10, final=0.1)
-    rates = [rate_of_step(cosine, step) for step in range(100)]
+    rates = [learning_rate_factor(cosine, step) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(0.1)
     steady = ScheduleSection(steps=100, warmup_steps=10, kind="wsd", decay_steps=20, final=0.0)
-    rates = [rate_of_step(steady, step) for step in range(100)]
+    rates = [learning_rate_factor(steady, step) for step in range(100)]
     assert set(rates[9:80]) == {1.0}
     assert rates[-1] == pytest.approx(0.0)
     assert all(a > b for a, b in pairwise(rates[79:]))
     at_once = ScheduleSection(steps=10, warmup_steps=0, kind="wsd", decay_steps=1, final=0.0)
-    assert [rate_of_step(at_once, step) for step in (8, 9)] == [1.0, 0.0]
+    assert [learning_rate_factor(at_once, step) for step in (8, 9)] == [1.0, 0.0]

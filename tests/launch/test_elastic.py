@@ -18,7 +18,7 @@ from fourfold.config.run_file import from_dict
 from fourfold.config.schema import RunConfig
 from fourfold.mesh.rendezvous import keep_ranks
 from fourfold.planner.inputs.cluster import preset, to_toml
-from fourfold.train.auto_layout import layout_of_checkpoint, settle
+from fourfold.train.auto_layout import layout_of_checkpoint, resume_or_choose_layout
 from fourfold.train.resilience.idle import tell_idle, wait_idle
 from tests import elastic_rank
 from tests.training import write_run
@@ -74,9 +74,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 def test_ranks_that_no_layout_can_use_are_left_out(run: RunConfig) -> None:
     """8 sequences and 4 heads: 7, 6 and 5 divide nothing."""
-    assert settle(run, 7, simulate=0, quiet=True).grid.size == 4
+    assert resume_or_choose_layout(run, 7, simulate=0, quiet=True).grid.size == 4
     with pytest.raises(ValueError, match="no layout of 8192 ranks"):
-        settle(run, 8192, simulate=0, quiet=True)
+        resume_or_choose_layout(run, 8192, simulate=0, quiet=True)
 
 
 def save_values(run: RunConfig) -> None:
@@ -99,10 +99,10 @@ def save_values(run: RunConfig) -> None:
 
 def test_the_same_number_of_ranks_keeps_its_layout(run: RunConfig) -> None:
     """The layout of the checkpoint, not the planner's first choice."""
-    best = settle(run, 4, simulate=0, quiet=True)
+    best = resume_or_choose_layout(run, 4, simulate=0, quiet=True)
     other = best.model_copy(update={"grid": best.grid.model_copy(update={"data": 1, "z": 1, "y": 2, "x": 2})})
     save_values(other)
-    kept = settle(run, 4, quiet=True)
+    kept = resume_or_choose_layout(run, 4, quiet=True)
     assert (kept.grid, kept.batch, kept.engine) == (other.grid, other.batch, other.engine)
     assert layout_of_checkpoint(run, 8) is None
     asked = {"activations": "replicated" if kept.engine.activations == "token-sharded" else "token-sharded"}

@@ -21,8 +21,8 @@ from fourfold.planner.inputs.layout import Layout
 from fourfold.processes import CONTINUE
 from fourfold.train.auto_layout import choose_layout, with_layout
 from fourfold.train.loop.trainer import Trainer, micro_batches
-from fourfold.train.observe.run_metadata import facts_of
-from fourfold.train.run import on_all_ranks, train
+from fourfold.train.observe.run_metadata import run_metadata
+from fourfold.train.run import resolve_layout, train
 from tests.training import as_toml, on, write_run
 
 
@@ -108,7 +108,7 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
 
 
 def layout_of(run: RunConfig) -> dict[str, Any]:
-    layout: dict[str, Any] = facts_of(Trainer(run, Grid.create((1, 1, 1, 1))))["layout"]
+    layout: dict[str, Any] = run_metadata(Trainer(run, Grid.create((1, 1, 1, 1))))["layout"]
     return layout
 
 
@@ -120,9 +120,9 @@ def test_a_report_has_the_chosen_layout(pool: RankPool, values: dict[str, Any]) 
 
 def rejection_of(run: RunConfig) -> str:
     try:
-        on_all_ranks(run)
-    except ValueError as error:
-        return str(error)
+        resolve_layout(run)
+    except ValueError as refusal:
+        return str(refusal)
     return "nothing"
 
 

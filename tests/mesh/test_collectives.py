@@ -317,17 +317,10 @@ def test_the_search_for_collectives_finds_them(source: str, found: list[str]) ->
 
 # They time a world of their own, in which nobody trains, and agree on the times.
 MEASURING = ["planner/calibrate/calibrate.py", "planner/calibrate/probe.py"]
-# Agreements of hosts, on groups of their own or before the first step: no part of a step's account.
-AGREEING = [
-    "mesh/rendezvous.py",
-    "checkpoint/save.py",
-    "train/recovery/torchft_manager.py",
-    "train/run.py",
-    "train/recovery/stop.py",
-]
+# Collectives of a step (FSDP2 calls its own through hooks, which report them), and agreements between hosts outside a step.
+MODULES = ["mesh/collectives.py", "weights/fsdp2.py", "mesh/agreements.py"]
 
 
-# FSDP2 calls its own collectives through hooks, which report them.
 def test_only_these_files_call_collectives() -> None:
     root = Path(fourfold.__file__).parent
     called = {
@@ -335,7 +328,7 @@ def test_only_these_files_call_collectives() -> None:
         for path in sorted(root.rglob("*.py"))
         if (names := collectives_called(path.read_text()))
     }
-    assert set(called) == {"mesh/collectives.py", "weights/fsdp2.py", *MEASURING, *AGREEING}, called
+    assert set(called) == {*MODULES, *MEASURING}, called
 
 
 # -- times that are known later ------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from fourfold.checkpoint.local_shards import LoadPlanner, SavePlanner
 from fourfold.checkpoint.manifest import find_damage
 from fourfold.checkpoint.state import Snapshot, TrainState
 from fourfold.checkpoint.storage import Reader, Writer
+from fourfold.mesh import agreements
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -215,12 +216,7 @@ class Checkpoints:
             mine = find_damage(folder, step, part=self._rank, parts=self._ranks)
         except OSError as error:
             mine = [f"{folder}: cannot be read on rank {self._rank} ({error})"]
-        return sorted({line for lines in self._gather(mine) for line in lines})
-
-    def _gather(self, mine: T) -> list[T]:
-        gathered: list[Any] = [None] * self._ranks
-        dist.all_gather_object(gathered, mine, group=self._group)
-        return gathered
+        return sorted({line for lines in agreements.gather_objects(mine, self._group) for line in lines})
 
     def _on_rank_0(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 and return its result on all ranks; if it fails, it fails on all."""
@@ -230,10 +226,10 @@ class Checkpoints:
                 answer[0] = work()
             except Exception as error:
                 answer[1] = f"rank 0: {error!r}"
-        dist.broadcast_object_list(answer, src=0, group=self._group)
-        if answer[1] is not None:
-            raise OSError(answer[1])
-        return cast(T, answer[0])
+        value, failure = agreements.broadcast_object(answer, self._group)
+        if failure is not None:
+            raise OSError(failure)
+        return cast(T, value)
 
 
 def _error_text(error: CheckpointException) -> str:

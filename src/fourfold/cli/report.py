@@ -23,8 +23,8 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from fourfold.train.observe.report import write_report
-    from fourfold.train.observe.run_metadata import read_facts
+    from fourfold.train.observe.run_metadata import read_run_metadata
 
-    given = read_facts(options.folder)["config"]["grid"]["cluster"]
+    given = read_run_metadata(options.folder)["config"]["grid"]["cluster"]
     print(f"wrote {write_report(options.folder, options.cluster or given)}")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -11,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from fourfold.config.schema import CHOSEN_ALONG, EngineSection, RunConfig
+from fourfold.files import toml_value
 
 
 @dataclass(frozen=True)
@@ -87,23 +87,6 @@ def starting_file(size: str, *, model: str, data: str) -> str:
                 written = f"# {written}"  # set in a file, it would not be chosen by `grid.auto`
             lines += [f"# {about.description}", written]
     return "\n".join(lines) + "\n"
-
-
-def toml_value(value: Any) -> str:
-    """
-    Example:
-        >>> toml_value([{"path": "text", "weight": 2.0}])
-        '[{path = "text", weight = 2.0}]'
-    """
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml_value(v)}" for key, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml_value(v) for v in value) + "]"
-    return json.dumps(str(value))
 
 
 def to_toml(values: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore
 # No public call gives the store of the default group (seen in torch 2.13.0).
 from torch.distributed.distributed_c10d import _get_default_store
 
+from fourfold.mesh.agreements import barrier
 from fourfold.processes import is_rank
 
 FRESH_STORE = "FOURFOLD_FRESH_STORE"  # set by our own agent: the store is of this attempt alone
@@ -48,7 +49,7 @@ def keep_ranks(ranks: int, timeout_s: float = 600.0) -> tuple[PrefixStore, bool]
     """Go on with the first so many ranks as the world; (a store that all of the old one see, is this one of the new?)."""
     store, rank = PrefixStore(f"first-{ranks}", _get_default_store()), dist.get_rank()
     device = local_device(None)
-    dist.barrier()
+    barrier()
     dist.destroy_process_group()
     if rank >= ranks:
         return store, False

@@ -1,7 +1,7 @@
-"""`grid.auto`: the planner's fastest layout for the ranks that are there, as if it had been written into the run's file.
+"""`grid.auto`: the planner's fastest layout for the available ranks, as if the run config had it.
 
-When a host is gone or two have come, the same run finds another number of ranks, and gets another layout with the same global
-batch. Started again on as many as before, it keeps the layout of its newest checkpoint, and nobody waits for the planner.
+A restart on a different number of ranks gets a different layout with the same global batch. A restart on the same number of
+ranks keeps the layout of the newest checkpoint, without waiting for the planner.
 """
 
 from __future__ import annotations
@@ -20,37 +20,39 @@ if TYPE_CHECKING:
     from fourfold.planner.inputs.layout import Layout
 
 
-FEWER = 64  # ranks that may be left idle, before a number of them is refused
+MAX_IDLE = 64  # ranks that a layout may leave unused
 
 
-def settle(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False) -> RunConfig:
-    """The run with a layout for these ranks, or for fewer if these cannot share the work."""
+def resume_or_choose_layout(
+    run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False
+) -> RunConfig:
+    """The run with a layout for these ranks, or for fewer if no layout uses all of them."""
     kept = layout_of_checkpoint(run, ranks)
     if kept is not None:
         return kept
-    # Whoever starts again has ranks that wait: formulas alone choose then, in less than a second.
+    # In a restart ranks wait: choose by formulas alone then, in less than a second.
     simulate = 0 if _newest_values(run) is not None else simulate
-    refusals: list[ValueError] = []
-    for used in range(ranks, max(0, ranks - FEWER - 1), -1):
+    errors: list[ValueError] = []
+    for used in range(ranks, max(0, ranks - MAX_IDLE - 1), -1):
         try:
             return choose_layout(run, used, simulate=simulate, quiet=quiet)
-        except ValueError as refusal:
-            refusals.append(refusal)
-    raise refusals[0]
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
-    """The run on the layout of its newest checkpoint, if that uses all of these ranks, and what the run asks for is so."""
+    """The run with the layout of its newest checkpoint, if that uses all ranks and agrees with the run config."""
     values = _newest_values(run)
     if values is None:
         return None
     try:
         before = from_dict(values["config"])
-    except ValueError:  # of another version, or of no run
+    except ValueError:  # of another version, or not of a run
         return None
     given = CHOSEN_ALONG & run.engine.model_fields_set
-    # With one tensor rank there is nothing to cut, whatever was asked for.
-    cuts = before.grid.x * before.grid.y > 1
+    # With one tensor rank activations are not sharded, whatever was configured.
+    is_sharded = before.grid.x * before.grid.y > 1
     is_same = (
         before.grid.size == ranks
         and before.grid.cluster == run.grid.cluster
@@ -59,12 +61,12 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
         and before.data.sequence_length == run.data.sequence_length
         and before.engine.precision == run.engine.precision
         and run.engine.weights in ("auto", before.engine.weights)
-        and (not cuts or run.engine.activations in ("auto", before.engine.activations))
+        and (not is_sharded or run.engine.activations in ("auto", before.engine.activations))
         and run.batch.micro_batch_sequences in (None, before.batch.micro_batch_sequences)
         and all(
             getattr(run.engine, name) == getattr(before.engine, name)
             for name in given
-            if cuts or name != "keep_inputs"
+            if is_sharded or name != "keep_inputs"
         )
     )
     if not is_same:
@@ -78,7 +80,7 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
 
 
 def _newest_values(run: RunConfig) -> dict[str, Any] | None:
-    """What the newest checkpoint says beside its tensors."""
+    """The values of the newest checkpoint that are not tensors."""
     root = open_folder(run.checkpoints.folder)
     found = steps(root) if run.checkpoints.resume else []
     try:
@@ -88,9 +90,9 @@ def _newest_values(run: RunConfig) -> dict[str, Any] | None:
 
 
 def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False) -> RunConfig:
-    """The run on the planner's choice. What the file says of the engine stays; the rest is chosen along.
+    """The run with the planner's layout. Engine options that the run config sets stay; the planner chooses the others.
 
-    Ranks wait for it, so fewer layouts are played through than `fourfold plan` does.
+    Ranks wait for it, so fewer layouts are simulated than by `fourfold plan`.
     """
     from fourfold.planner.plan import plan
     from fourfold.train.loop.model import model_config
@@ -106,26 +108,26 @@ def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool 
         weights=engine.weights if engine.weights != "auto" else None,
         precision=engine.precision,
         checkpointing=(engine.activation_checkpointing,)
-        if _says(run, "activation_checkpointing")
+        if _sets(run, "activation_checkpointing")
         else ("none", "full"),
         activations=engine.activations if engine.activations != "auto" else None,
-        keep_inputs=(engine.keep_inputs,) if _says(run, "keep_inputs") else (True, False),
+        keep_inputs=(engine.keep_inputs,) if _sets(run, "keep_inputs") else (True, False),
         quiet=quiet,
     )
-    rows_at_once = run.batch.micro_batch_sequences
+    micro_batch_rows = run.batch.micro_batch_sequences
     ranked = [
         estimate.layout
         for estimate in found.ranked
-        if rows_at_once is None
-        or _rows_at_once(run, estimate.layout)
-        == min(rows_at_once, run.sequences // (estimate.layout.data * estimate.layout.z))
+        if micro_batch_rows is None
+        or _micro_batch_rows(run, estimate.layout)
+        == min(micro_batch_rows, run.sequences // (estimate.layout.data * estimate.layout.z))
     ]
     if found.ranked and not ranked:
         raise ValueError(
-            f"no layout of {ranks} ranks that can train this model takes batch.micro_batch_sequences={rows_at_once}; leave it "
-            f"out, or use {_rows_at_once(run, found.ranked[0].layout)}, which is the fastest"
+            f"no layout of {ranks} ranks that can train this model takes batch.micro_batch_sequences={micro_batch_rows}; leave it "
+            f"out, or use {_micro_batch_rows(run, found.ranked[0].layout)}, which is the fastest"
         )
-    # The samples of the evaluation are shared like those of the batch.
+    # The samples of the evaluation are divided among the ranks as those of the batch.
     fitting = [layout for layout in ranked if run.evaluation.sequences % (layout.data * layout.z) == 0]
     if ranked and not fitting:
         layout = ranked[0]
@@ -143,7 +145,7 @@ def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool 
 
 
 def with_layout(run: RunConfig, layout: Layout) -> RunConfig:
-    """The run with a layout's grid, micro-batches and engine; what its file says of the engine stays."""
+    """The run with a layout's grid, micro-batches and engine; engine options that the run config sets stay."""
     kept_bytes = run.engine.keep_weights_bytes
     changes: dict[str, dict[str, Any]] = {
         "grid": {"auto": False, "data": layout.data, "z": layout.z, "y": layout.y, "x": layout.x},
@@ -152,17 +154,17 @@ def with_layout(run: RunConfig, layout: Layout) -> RunConfig:
             "keep_inputs": layout.keep_inputs,
             "activation_checkpointing": layout.activation_checkpointing,
             "weights": layout.weights,
-            "keep_weights_bytes": kept_bytes if _says(run, "keep_weights_bytes") else layout.keep_bytes,
+            "keep_weights_bytes": kept_bytes if _sets(run, "keep_weights_bytes") else layout.keep_bytes,
         },
-        "batch": {"micro_batch_sequences": _rows_at_once(run, layout)},
+        "batch": {"micro_batch_sequences": _micro_batch_rows(run, layout)},
     }
     sections = {name: getattr(run, name).model_copy(update=fields) for name, fields in changes.items()}
     return run.model_copy(update=sections)
 
 
-def _says(run: RunConfig, field: str) -> bool:
+def _sets(run: RunConfig, field: str) -> bool:
     return field in run.engine.model_fields_set
 
 
-def _rows_at_once(run: RunConfig, layout: Layout) -> int:
+def _micro_batch_rows(run: RunConfig, layout: Layout) -> int:
     return run.sequences // (layout.data * layout.z * layout.micro_batches)

@@ -1,4 +1,4 @@
-"""All that stands beside the steps of a run, in its order."""
+"""The callbacks of a run, in order."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fourfold.train.observe.metrics import JsonLines, TensorBoard
 from fourfold.train.observe.profile import Profile
 from fourfold.train.observe.report import RunReport
 from fourfold.train.resilience.bad_steps import BadSteps
-from fourfold.train.resilience.hang import HangWatch
+from fourfold.train.resilience.hang import HangDetector
 from fourfold.train.resilience.replica_check import ReplicaConsistencyCheck
 from fourfold.train.resilience.stragglers import Stragglers
 
 
 def callbacks_of(run: RunConfig) -> list[Callback]:
-    """Who finds figures comes before who shows them: the evaluation, the meter, then the others."""
+    """Callbacks that measure come before those that show metrics: the evaluation, the meter, then the others."""
     logging, reliability = run.logging, run.reliability
     callbacks: list[Callback] = [
-        HangWatch(reliability.timeout_s, reliability.first_step_timeout_s, logging.folder / "hang"),
+        HangDetector(reliability.timeout_s, reliability.first_step_timeout_s, logging.folder / "hang"),
         *(
             [BadSteps(reliability.spike_sigmas, reliability.roll_back_after)]
             if reliability.skip_bad_steps

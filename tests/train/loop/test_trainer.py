@@ -1,4 +1,4 @@
-"""The loop trains as stock PyTorch would, goes on where it stopped on any grid, and repeats itself bit for bit."""
+"""The loop trains as stock PyTorch does, resumes on any grid, and is reproducible bit for bit."""
 
 import time
 from pathlib import Path
@@ -18,10 +18,10 @@ from fourfold.export import export
 from fourfold.planner.inputs.layout import Layout
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.observe.evaluate import Evaluation
-from fourfold.train.observe.run_metadata import facts_of
+from fourfold.train.observe.run_metadata import run_metadata
 from tests.training import Shape, on, stock_losses, train, write_run
 
-SAME, ACROSS = 1e-6, 1e-5  # relative; grids sum in different orders
+SAME, ACROSS = 1e-6, 1e-5  # relative tolerances; grids sum in different orders
 
 
 def close(found: dict[int, float], expected: dict[int, float], tolerance: float) -> None:
@@ -39,7 +39,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ("shape", "at_a_time"),
     [((1, 1, 1, 1), 2), ((1, 2, 2, 2), None), ((2, 1, 1, 2), 2), ((1, 4, 1, 1), 1), ((2, 1, 2, 1), None)],
 )
-def test_a_grid_has_the_losses_of_stock_pytorch(
+def test_losses_on_a_grid_equal_those_of_stock_pytorch(
     pool: RankPool, values: dict[str, Any], shape: Shape, at_a_time: int | None
 ) -> None:
     run = on(values, shape, batch={"micro_batch_sequences": at_a_time})
@@ -48,30 +48,30 @@ def test_a_grid_has_the_losses_of_stock_pytorch(
 
 
 class Validation(Evaluation):
-    """The losses it found."""
+    """Keeps the validation losses."""
 
     found: list[float]
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         super().on_step(trainer, result)
-        self.found = [*getattr(self, "found", []), result.figures["validation_loss"]]
+        self.found = [*getattr(self, "found", []), result.metrics["validation_loss"]]
 
 
 def train_by_tokens(run: RunConfig) -> tuple[dict[int, float], list[float], Any]:
-    """(losses, validation losses, what the facts say of the layout)."""
-    validation, facts = Validation(run.evaluation.sequences, 1), Facts()
-    losses, _ = train(run, validation, facts, saves=True)
-    return losses, validation.found, facts.layout
+    """(losses, validation losses, the layout in the metadata of the run)."""
+    validation, metadata = Validation(run.evaluation.sequences, 1), RunLayout()
+    losses, _ = train(run, validation, metadata, saves=True)
+    return losses, validation.found, metadata.layout
 
 
-class Facts(Callback):
+class RunLayout(Callback):
     layout: Any = None
 
     def on_start(self, trainer: Trainer) -> None:
-        self.layout = Layout(**facts_of(trainer)["layout"])
+        self.layout = Layout(**run_metadata(trainer)["layout"])
 
 
-def test_token_sharded_activations_train_evaluate_and_save_the_same(pool: RankPool, tmp_path: Path) -> None:
+def test_token_sharded_activations_train_evaluate_and_save_alike(pool: RankPool, tmp_path: Path) -> None:
     values = write_run(tmp_path)
     found = {}
     for activations in ("replicated", "token-sharded"):
@@ -89,7 +89,7 @@ def test_token_sharded_activations_train_evaluate_and_save_the_same(pool: RankPo
     close(dict(enumerate(again)), dict(enumerate(validation)), ACROSS)
 
 
-def test_the_comparison_would_see_another_rate(pool: RankPool, values: dict[str, Any]) -> None:
+def test_the_comparison_would_detect_another_learning_rate(pool: RankPool, values: dict[str, Any]) -> None:
     run = on(values, (1, 1, 1, 1))
     other = on(values, (1, 1, 1, 1), schedule={"warmup_steps": 1})
     ((losses, _),) = pool.run(train, 1, other)
@@ -109,50 +109,50 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_second_run_is_bit_equal(pool: RankPool, values: dict[str, Any], precision: str) -> None:
+def test_a_second_run_is_bit_identical(pool: RankPool, values: dict[str, Any], precision: str) -> None:
     run = on(values, (1, 2, 1, 2), engine={"precision": precision, "activation_checkpointing": "full"})
     assert all(pool.run(run_twice, 4, run))
 
 
-@pytest.mark.parametrize(("kind", "rate"), [("llama", {}), ("gpt2", {"resid_pdrop": 0.2, "embd_pdrop": 0.1})])
-def test_a_run_goes_on_where_it_stopped(
-    pool: RankPool, tmp_path: Path, kind: str, rate: dict[str, float]
-) -> None:
-    """Asked to stop on one rank after step 2, it stops on all after step 3; then to the end."""
-    values = write_run(tmp_path, kind, **rate)
+@pytest.mark.parametrize(
+    ("kind", "dropout"), [("llama", {}), ("gpt2", {"resid_pdrop": 0.2, "embd_pdrop": 0.1})]
+)
+def test_a_stopped_run_resumes(pool: RankPool, tmp_path: Path, kind: str, dropout: dict[str, float]) -> None:
+    """A stop requested on one rank after step 2 stops all ranks after step 3; then the run resumes to its end."""
+    values = write_run(tmp_path, kind, **dropout)
     shape: Shape = (1, 2, 1, 2)
-    ((whole, _), *_) = pool.run(train, 4, on(values, shape))
+    ((uninterrupted, _), *_) = pool.run(train, 4, on(values, shape))
     first = pool.run(train, 4, on(values, shape), saves=True, stop_at=2)
     assert [sorted(losses) for losses, _ in first] == [[1, 2, 3]] * 4
     ((rest, _), *_) = pool.run(train, 4, on(values, shape), saves=True)
-    close(first[0][0] | rest, whole, SAME)
+    close(first[0][0] | rest, uninterrupted, SAME)
     assert sorted(rest) == [4, 5, 6]
 
 
-class WhatIsThere(Callback):
-    """The newest checkpoint that is there at the end of each step."""
+class NewestCheckpoint(Callback):
+    """The newest checkpoint at the end of each step."""
 
     def __init__(self) -> None:
-        self.newest: list[int] = []
+        self.steps: list[int] = []
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        self.newest.append(max(retention.steps(open_folder(trainer.run.checkpoints.folder)), default=0))
+        self.steps.append(max(retention.steps(open_folder(trainer.run.checkpoints.folder)), default=0))
 
 
 def train_with_slow_writes(run: RunConfig) -> list[int]:
-    there, write = WhatIsThere(), Writer.write_data
+    newest, write = NewestCheckpoint(), Writer.write_data
 
     def slow(*args: Any) -> Any:
         time.sleep(1)  # some twenty steps
         return write(*args)
 
     with patch.object(Writer, "write_data", slow):
-        train(run, there, saves=True)
-    return there.newest
+        train(run, newest, saves=True)
+    return newest.steps
 
 
 @pytest.mark.parametrize(("within", "expected"), [(1, [0, 0, 2, 2, 4, 4]), (2, [0, 0, 0, 2, 2, 4])])
-def test_steps_wait_for_a_checkpoint_that_is_long_in_writing(
+def test_steps_wait_for_a_slow_checkpoint(
     pool: RankPool, tmp_path: Path, within: int, expected: list[int]
 ) -> None:
     saving = {"every_steps": 2, "written_within_steps": within, "folder": str(tmp_path / "slow")}
@@ -165,47 +165,47 @@ def evaluating(run: RunConfig, stop_at: int | None = None) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_with_fsdp2_too(pool: RankPool, tmp_path: Path, kind: str) -> None:
-    """After a forward alone, such as an evaluation's, FSDP2 holds some weights gathered: they are nobody's to train or save."""
+def test_fsdp2_weights_train_evaluate_and_resume(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    """After a forward without backward, as in an evaluation, FSDP2 keeps some weights gathered; they must not be saved."""
     run = on(write_run(tmp_path, kind), (1, 2, 1, 2), engine={"weights": "fsdp2"})
     (first, *_) = pool.run(evaluating, 4, run, stop_at=2)
     (rest, *_) = pool.run(evaluating, 4, run)
     close(first | rest, stock_losses(run), ACROSS)
 
 
-def test_muon_trains_and_goes_on(pool: RankPool, tmp_path: Path) -> None:
+def test_muon_trains_and_resumes(pool: RankPool, tmp_path: Path) -> None:
     """On one grid: Newton-Schulz in bf16 lets grids drift apart, as much as noise in the gradients does in one process."""
     values = write_run(tmp_path) | {"optimizer": {"name": "muon", "lr": 1e-2}}
     run = on(values, (1, 2, 1, 2))
-    ((whole, _), *_) = pool.run(train, 4, run)
+    ((uninterrupted, _), *_) = pool.run(train, 4, run)
     ((first, _), *_) = pool.run(train, 4, run, saves=True, stop_at=2)
     ((rest, _), *_) = pool.run(train, 4, run, saves=True)
-    close(first | rest, whole, SAME)
+    close(first | rest, uninterrupted, SAME)
     ((with_adamw, _), *_) = pool.run(train, 4, on(values | {"optimizer": {"lr": 1e-2}}, (1, 2, 1, 2)))
-    assert with_adamw != whole
+    assert with_adamw != uninterrupted
 
 
-def test_a_run_goes_on_on_other_grids(pool: RankPool, tmp_path: Path) -> None:
+def test_a_run_resumes_on_other_grids(pool: RankPool, tmp_path: Path) -> None:
     values = write_run(tmp_path)
-    ((whole, _),) = pool.run(train, 1, on(values, (1, 1, 1, 1)))
+    ((uninterrupted, _),) = pool.run(train, 1, on(values, (1, 1, 1, 1)))
     found: dict[int, float] = {}
     for shape, stop_at in (((1, 2, 2, 2), 1), ((2, 1, 1, 2), 3), ((1, 1, 1, 1), None)):
         run = on(values, shape, batch={"micro_batch_sequences": 2})
         ((losses, _), *_) = pool.run(train, run.grid.size, run, saves=True, stop_at=stop_at)
         assert not found.keys() & losses.keys()
         found |= losses
-    close(found, whole, ACROSS)
+    close(found, uninterrupted, ACROSS)
 
 
-def test_other_data_is_refused_in_the_middle_of_a_run(pool: RankPool, tmp_path: Path) -> None:
+def test_a_resumed_run_rejects_other_data(pool: RankPool, tmp_path: Path) -> None:
     values = write_run(tmp_path)
     pool.run(train, 1, on(values, (1, 1, 1, 1)), saves=True, stop_at=1)
     with pytest.raises(Exception, match="trained on data with seed=3, this run has seed=4"):
         pool.run(train, 1, on(values | {"seed": 4}, (1, 1, 1, 1)), saves=True)
 
 
-def test_a_folder_with_checkpoints_is_not_begun_anew(pool: RankPool, tmp_path: Path) -> None:
-    """Refused before the first step: two runs in one folder would meet at a step that both save, and mix when resumed."""
+def test_a_new_run_rejects_a_folder_with_checkpoints(pool: RankPool, tmp_path: Path) -> None:
+    """Rejected before the first step: checkpoints of two runs in one folder would mix when resumed."""
     values = write_run(tmp_path)
     pool.run(train, 2, on(values, (1, 1, 1, 2)), saves=True, stop_at=1)
     anew = on(values, (1, 1, 1, 2), checkpoints={"resume": False})
@@ -217,7 +217,7 @@ def test_a_folder_with_checkpoints_is_not_begun_anew(pool: RankPool, tmp_path: P
 
 
 class Options(Callback):
-    """What the optimizer works with."""
+    """The options of the optimizer."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, tuple[float, float], float]] = []
@@ -233,8 +233,8 @@ def options_of(run: RunConfig, stop_at: int | None = None) -> list[tuple[float, 
     return options.seen
 
 
-def test_a_resumed_run_obeys_its_file(pool: RankPool, tmp_path: Path) -> None:
-    """As with the rate: what the file says of the optimizer now, not what it said when the checkpoint was saved."""
+def test_a_resumed_run_uses_its_own_config(pool: RankPool, tmp_path: Path) -> None:
+    """Options of the optimizer, as the learning rate, are those of the run config, not of the checkpoint."""
     values = write_run(tmp_path)
     pool.run(options_of, 1, on(values, (1, 1, 1, 1)), stop_at=1)
     other = {"weight_decay": 0.5, "betas": [0.8, 0.99], "eps": 1e-3}
@@ -243,20 +243,20 @@ def test_a_resumed_run_obeys_its_file(pool: RankPool, tmp_path: Path) -> None:
 
 
 def evaluated(run: RunConfig) -> tuple[dict[int, float], float, bool]:
-    """(losses, the validation loss, whether evaluation left no trace in training)."""
+    """(losses, the validation loss, whether training is the same without evaluation)."""
     evaluation = Evaluation(run.evaluation.sequences, 1)
     plain, _ = train(run)
-    figures: list[float] = []
+    found: list[float] = []
 
     class Keep(Callback):
         def on_step(self, trainer: Trainer, result: StepResult) -> None:
-            figures.append(result.figures["validation_loss"])
+            found.append(result.metrics["validation_loss"])
 
     losses, _ = train(run, evaluation, Keep())
-    return losses, figures[-1], losses == plain
+    return losses, found[-1], losses == plain
 
 
-def test_evaluation_is_the_same_on_every_grid_and_leaves_no_trace(
+def test_evaluation_is_the_same_on_every_grid_and_does_not_change_training(
     pool: RankPool, values: dict[str, Any]
 ) -> None:
     found = {}

@@ -1,4 +1,4 @@
-"""What a person sees: a line a step that tools can cut, and on a terminal a table that fits."""
+"""Console output: a line per step with fixed columns, and on a terminal a table that fits."""
 
 import re
 from io import StringIO
@@ -12,7 +12,7 @@ from benchmarks.ranks import RankPool
 from fourfold import Grid
 from fourfold.config.schema import RunConfig
 from fourfold.train.loop.trainer import Trainer
-from fourfold.train.observe.columns import columns_of, line_of, that_fit
+from fourfold.train.observe.columns import columns_of, columns_that_fit, log_line
 from fourfold.train.observe.console import ConsoleLogger
 from fourfold.train.observe.meter import Meter
 from fourfold.train.observe.metrics import read_metrics
@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return on(write_run(folder), SHAPE, schedule={"steps": 12}, evaluation={"every_steps": 5})
 
 
-def test_an_option_without_effect_is_told(pool: RankPool, run: RunConfig, tmp_path: Path) -> None:
+def test_an_option_without_effect_is_reported(pool: RankPool, run: RunConfig, tmp_path: Path) -> None:
     idle = {"weights": "fsdp2", "keep_weights_bytes": 4096}
     folders = {"logging": {"folder": str(tmp_path)}, "checkpoints": {"folder": str(tmp_path / "c")}}
     other = on(run.model_dump(), SHAPE, schedule={"steps": 2}, engine=idle, **folders)
@@ -36,11 +36,11 @@ def test_an_option_without_effect_is_told(pool: RankPool, run: RunConfig, tmp_pa
     assert "keep_bytes=4096) has no effect with fsdp2 weights" in printed
 
 
-def test_one_line_a_step_each_word_in_its_place(pool: RankPool, run: RunConfig) -> None:
+def test_one_line_per_step_with_fixed_columns(pool: RankPool, run: RunConfig) -> None:
     (_, printed), (_, others) = pool.run(watch, 2, run)
-    assert others == ""  # one rank speaks
-    head, *told, done, report = printed.splitlines()
-    notes, lines = told[:-12], told[-12:]
+    assert others == ""  # only rank 0 prints
+    head, *body, done, report = printed.splitlines()
+    notes, lines = body[:-12], body[-12:]
     assert any("weights: streamed" in note for note in notes)
     assert head.startswith("LlamaForCausalLM, ")
     assert "2 ranks (data=1, z=2, y=1, x=1)" in head
@@ -50,51 +50,51 @@ def test_one_line_a_step_each_word_in_its_place(pool: RankPool, run: RunConfig) 
     assert len(lines) == len(metrics) == 12
     for word in ("loss", "norm", "tokens/s", "seconds", "exposed z", "left"):
         assert len({line.index(f"  {word} ") for line in lines}) == 1, word
-    for line, figures in zip(lines, metrics, strict=True):
-        assert line.startswith(f"step {figures['step']:2.0f}/12  loss {figures['loss']:7.4f}")
-        share = figures["exposed_z_s"] / figures["seconds"]
-        assert f"exposed z {figures['exposed_z_s']:.4f} s {share:6.1%}" in line
-        assert ("validation" in line) == (figures["step"] in (5, 10, 12))
+    for line, step in zip(lines, metrics, strict=True):
+        assert line.startswith(f"step {step['step']:2.0f}/12  loss {step['loss']:7.4f}")
+        share = step["exposed_z_s"] / step["seconds"]
+        assert f"exposed z {step['exposed_z_s']:.4f} s {share:6.1%}" in line
+        assert ("validation" in line) == (step["step"] in (5, 10, 12))
 
 
 def on_a_terminal(run: RunConfig, width: int) -> tuple[str, list[tuple[int, list[str]]]]:
-    """(what the terminal got, the headings that it has room for at some widths)."""
+    """(the output to the terminal, the headings that fit at some widths)."""
     out = StringIO()
     console = Console(file=out, force_terminal=True, width=width, height=40, legacy_windows=False)
     trainer = Trainer(run, Grid.create(SHAPE), [Meter(), ConsoleLogger(console)])
     trainer.train()
     fits = []
-    for room in (60, 80, 120, 200):
-        columns = that_fit(columns_of(trainer), room)
+    for available in (60, 80, 120, 200):
+        columns = columns_that_fit(columns_of(trainer), available)
         fits.append((sum(c.width + 2 for c in columns), [c.heading for c in columns]))
     return out.getvalue(), fits
 
 
-def test_a_terminal_keeps_a_table_in_its_place(pool: RankPool, run: RunConfig) -> None:
+def test_a_terminal_shows_a_live_table(pool: RankPool, run: RunConfig) -> None:
     out, fits = pool.run(on_a_terminal, 2, run, 100)[0]
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
     assert "12 of 12   100%" in text
-    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1  # the cursor is back
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1  # the cursor is restored
     last = text[text.rindex("12 of 12") :]
     rows = [line.split() for line in last.splitlines() if re.match(r"\s+\d+\s", line)]
     assert [int(row[0]) for row in rows] == [2, 4, 6, 8, 10, 12]
     assert max(len(line.rstrip()) for line in last.splitlines()) <= 100
-    for room, (width, headings) in zip((60, 80, 120, 200), fits, strict=True):
-        assert width <= room, headings
+    for available, (width, headings) in zip((60, 80, 120, 200), fits, strict=True):
+        assert width <= available, headings
         assert {"step", "loss", "tokens/s"} <= set(headings)
-    assert "waits z" in fits[-1][1]
+    assert "exposed z" in fits[-1][1]
     assert "memory" not in fits[0][1]
 
 
-def test_what_a_gpu_adds_to_a_line() -> None:
-    figures: dict[str, Any] = {"step": 3, "loss": 2.0, "seconds": 0.5, "tokens_per_s": 9e6, "mfu": 0.4123}
-    assert "  mfu  41.2%  " in line_of(figures, 1000, 60.0)
-    assert "mfu" not in line_of({k: v for k, v in figures.items() if k != "mfu"}, 1000, 60.0)
+def test_a_line_has_mfu_on_a_gpu() -> None:
+    metrics: dict[str, Any] = {"step": 3, "loss": 2.0, "seconds": 0.5, "tokens_per_s": 9e6, "mfu": 0.4123}
+    assert "  mfu  41.2%  " in log_line(metrics, 1000, 60.0)
+    assert "mfu" not in log_line({k: v for k, v in metrics.items() if k != "mfu"}, 1000, 60.0)
 
 
-def test_a_run_that_stops_says_so(pool: RankPool, tmp_path: Path) -> None:
+def test_a_stopped_and_a_resumed_run_say_so(pool: RankPool, tmp_path: Path) -> None:
     stopping = on(write_run(tmp_path), (1, 1, 1, 1))
     ((_, printed),) = pool.run(watch, 1, stopping, stop_at=2)
     assert re.search(r"^stopped at step [23]: [23] steps in ", printed, re.MULTILINE)
     ((_, printed),) = pool.run(watch, 1, stopping)
-    assert re.search(r"^goes on behind step [23] of 6$", printed, re.MULTILINE)
+    assert re.search(r"^resumed from step [23] of 6$", printed, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Figures of a run: all of them kept, on the axis they belong to, once each also after a kill, at little cost."""
+"""Metrics of a run: complete, on the right axis, once for each step also after a kill, at little cost."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def fresh(values: dict[str, Any], folder: Path, shape: Any = ONE, **logging: Any
     )
 
 
-def test_every_step_leaves_its_figures(pool: RankPool, values: dict[str, Any], tmp_path: Path) -> None:
+def test_every_step_has_its_metrics(pool: RankPool, values: dict[str, Any], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = fresh(values, tmp_path, TWO)
@@ -59,7 +59,7 @@ def test_every_step_leaves_its_figures(pool: RankPool, values: dict[str, Any], t
         assert line["tokens_per_s"] == pytest.approx(run.batch.tokens / line["seconds"])
         assert line["tokens"] == line["step"] * run.batch.tokens
         assert line["memory_bytes"] > 50e6
-        assert "mfu" not in line  # nobody knows the peak of a CPU
+        assert "mfu" not in line  # the peak of a CPU is not known
     assert sum(line.get("checkpoint_s", 0.0) for line in lines) > 0
     events = EventAccumulator(str(run.logging.folder)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
@@ -68,7 +68,7 @@ def test_every_step_leaves_its_figures(pool: RankPool, values: dict[str, Any], t
     assert [e.step for e in events.Scalars("validation/validation_loss")] == [3, 6]
 
 
-def test_a_wait_is_the_steps_alone_on_its_axis(
+def test_exposed_time_is_that_of_the_step_on_its_axis(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
     run = fresh(values, tmp_path, TWO)
@@ -81,7 +81,7 @@ def test_a_wait_is_the_steps_alone_on_its_axis(
     assert statistics.median(waits) < 2 * WAIT_S
 
 
-def test_lines_between_which_several_steps_lie(
+def test_lines_with_several_steps_between_them(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
     run = fresh(values, tmp_path, TWO, every_steps=4)
@@ -91,21 +91,21 @@ def test_lines_between_which_several_steps_lie(
     assert all(0.5 * WAIT_S < line["exposed_z_s"] < line["seconds"] for line in lines)
 
 
-def test_a_killed_run_goes_on_behind_its_checkpoint(
+def test_a_killed_run_resumes_from_its_checkpoint(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
     run = fresh(values, tmp_path)
-    ((whole, _),) = pool.run(watch, 1, run)
+    ((uninterrupted, _),) = pool.run(watch, 1, run)
     again = fresh(values, tmp_path / "again")
     pool.run(watch, 1, again, stop_at=3)
     path = again.logging.folder / "metrics.jsonl"
     stopped = int(read_metrics(again.logging.folder)[-1]["step"])
     assert stopped in (3, 4)  # ranks agree on a stop within a step
-    # A step that no checkpoint holds, and a line that was cut short.
+    # A step that is in no checkpoint, and a truncated line.
     path.write_text(path.read_text() + f'{{"step": {stopped + 1}, "loss": 99.0}}\n{{"step": 6, "lo')
     assert read_metrics(again.logging.folder)[-1] == {"step": stopped + 1, "loss": 99.0}
     pool.run(watch, 1, again)
-    assert {int(line["step"]): line["loss"] for line in read_metrics(again.logging.folder)} == whole
+    assert {int(line["step"]): line["loss"] for line in read_metrics(again.logging.folder)} == uninterrupted
     starts = json.loads((again.logging.folder / "run.json").read_text())["starts"]
     assert [(start["step"], start["until_step"]) for start in starts] == [
         (0, stopped),
@@ -125,7 +125,7 @@ def test_tokens_are_those_of_every_batch_so_far(
     assert last["tokens"] == (done + 2 * (last["step"] - done)) * run.batch.tokens
 
 
-def test_a_new_run_sets_the_lines_of_another_aside(
+def test_a_new_run_renames_the_metrics_of_another(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
     run = fresh(values, tmp_path)
@@ -136,9 +136,7 @@ def test_a_new_run_sets_the_lines_of_another_aside(
     assert (run.logging.folder / "metrics.1.jsonl").read_text() == '{"step": 9, "loss": 1.0}\n'
 
 
-def test_a_loss_that_is_no_number_is_json_still(
-    pool: RankPool, values: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_loss_of_nan_is_valid_json(pool: RankPool, values: dict[str, Any], tmp_path: Path) -> None:
     run = fresh(values, tmp_path)
     changes = {
         "optimizer": run.optimizer.model_copy(update={"lr": 1e30}),
@@ -147,15 +145,15 @@ def test_a_loss_that_is_no_number_is_json_still(
     pool.run(watch, 1, run.model_copy(update=changes))
     text = (run.logging.folder / "metrics.jsonl").read_text()
     for line in text.splitlines():
-        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert not math.isfinite(read_metrics(run.logging.folder)[-1]["loss"])
 
 
-# -- others that are told ---------------------------------------------------------------------------------------------
+# -- trackers and exporters --------------------------------------------------------------------------------------------
 
 
 class Fetch(Callback):
-    """What a Prometheus would get behind each step, on rank 0."""
+    """What a Prometheus server would get after each step, on rank 0."""
 
     def __init__(self, port: int, into: Path) -> None:
         self._port, self._into = port, into
@@ -171,7 +169,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_prometheus_gets_the_newest_figures(pool: RankPool, values: dict[str, Any], tmp_path: Path) -> None:
+def test_prometheus_gets_the_newest_metrics(pool: RankPool, values: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
     port = free_port()
     run = fresh(values, tmp_path, prometheus_port=port)
@@ -222,7 +220,7 @@ def test_wandb_writes_offline(pool: RankPool, values: dict[str, Any], tmp_path: 
     assert b"validation/validation_loss" in content
 
 
-def test_an_extra_that_is_not_there_is_named() -> None:
+def test_a_missing_extra_is_named() -> None:
     with pytest.raises(ValueError, match=r"logging\.some needs the package no_such.*fourfold\[some\]"):
         check_installed("no_such", "some", "logging.some")
 
@@ -238,7 +236,7 @@ def test_traces_of_chosen_steps(pool: RankPool, values: dict[str, Any], tmp_path
         assert "x all_gather model.layers.1.self_attn.q_proj+k_proj+v_proj" in {e.get("name") for e in events}
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- overhead --------------------------------------------------------------------------------------------------------
 
 
 class _Timed(Callback):
@@ -264,7 +262,7 @@ class _Timed(Callback):
 
 
 def cost(run: RunConfig) -> list[float]:
-    """Seconds of this thread in each step, for all that stands beside it but the evaluation."""
+    """Seconds of this thread in each step for all callbacks but the evaluation."""
     from fourfold.mesh.grid import Grid
     from fourfold.train.callbacks import callbacks_of
 
@@ -274,7 +272,7 @@ def cost(run: RunConfig) -> list[float]:
     return list(spent_s.values())
 
 
-def test_all_of_it_takes_less_than_a_millisecond_a_step(
+def test_callbacks_take_less_than_a_millisecond_per_step(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
     long = {**values, "schedule": {"steps": 100, "warmup_steps": 2}}

@@ -1,4 +1,4 @@
-"""The page of a run: from its files alone, without a network, with what was measured and what was predicted."""
+"""The HTML report: made from the files of a run alone, self-contained, with measured and predicted times."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from fourfold.config.schema import RunConfig
 from fourfold.planner.show.charts import Curve, curves, smooth, thinned
 from fourfold.planner.show.compare import Comparison
 from fourfold.train.observe.metrics import read_metrics
-from fourfold.train.observe.report import against, times_of, write_report
-from fourfold.train.observe.run_metadata import read_facts
+from fourfold.train.observe.report import compare_with_prediction, times_of, write_report
+from fourfold.train.observe.run_metadata import read_run_metadata
 from tests.training import on, write_run
 from tests.watching import SlowRank, watch
 
@@ -48,7 +48,7 @@ def run(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture
 def logs(run: RunConfig, tmp_path: Path) -> Path:
-    """A copy of what it left, but for the page."""
+    """A copy of its files without the report."""
     for name in ("run.json", "metrics.jsonl"):
         (tmp_path / name).write_bytes((run.logging.folder / name).read_bytes())
     return tmp_path
@@ -58,7 +58,7 @@ def text_of(page: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<(style|title).*?</\1>|<[^>]*>", " ", page, flags=re.DOTALL))
 
 
-def test_the_page_stands_alone(run: RunConfig) -> None:
+def test_the_report_is_self_contained(run: RunConfig) -> None:
     page = (run.logging.folder / "report.html").read_text()
     assert not re.search(r"<script|<link|<img|https?://|url\(|@import", page)
     text = text_of(page)
@@ -74,13 +74,13 @@ def test_the_page_stands_alone(run: RunConfig) -> None:
         assert words in text, words
 
 
-def test_the_files_alone_make_the_same_page(run: RunConfig, logs: Path) -> None:
+def test_the_files_alone_make_the_same_report(run: RunConfig, logs: Path) -> None:
     assert main(["report", str(logs)]) == 0
     assert (logs / "report.html").read_text() == (run.logging.folder / "report.html").read_text()
 
 
-def test_a_command_that_finds_nothing_to_do_leaves_the_report(pool: RankPool, run: RunConfig) -> None:
-    """The lines behind the last start are what a prediction is held against, and there would be none."""
+def test_a_run_without_steps_left_keeps_the_report(pool: RankPool, run: RunConfig) -> None:
+    """Metrics since the last start are compared with the prediction, and there would be none."""
     files = ("run.json", "metrics.jsonl", "report.html")
     before = [(run.logging.folder / name).read_bytes() for name in files]
     ((losses, printed), _) = pool.run(watch, 2, run)
@@ -89,45 +89,45 @@ def test_a_command_that_finds_nothing_to_do_leaves_the_report(pool: RankPool, ru
     assert [(run.logging.folder / name).read_bytes() for name in files] == before
 
 
-def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "there is no" in capsys.readouterr().err
 
 
-def test_the_parts_make_up_the_time(logs: Path) -> None:
-    facts, lines = read_facts(logs), read_metrics(logs)
-    times_s = times_of(facts, lines)
-    whole_s = facts["starts"][-1]["seconds"]
-    assert sum(times_s.values()) == pytest.approx(whole_s, rel=1e-6)
+def test_the_parts_add_up_to_the_total_time(logs: Path) -> None:
+    metadata, lines = read_run_metadata(logs), read_metrics(logs)
+    times_s = times_of(metadata, lines)
+    total_s = metadata["starts"][-1]["seconds"]
+    assert sum(times_s.values()) == pytest.approx(total_s, rel=1e-6)
     assert times_s["exposed z"] > 0.5 * WAIT_S * 12
     assert times_s["evaluation"] > 0
     assert times_s["checkpoint"] > sum(
         line.get("checkpoint_s", 0.0) for line in lines
-    )  # the last is after them
-    assert times_s["other"] < 0.5 * whole_s
+    )  # the last checkpoint is after them
+    assert times_s["other"] < 0.5 * total_s
 
 
-def test_a_run_that_was_killed_has_a_page(logs: Path) -> None:
-    facts = json.loads((logs / "run.json").read_text())
+def test_a_killed_run_has_a_report(logs: Path) -> None:
+    metadata = json.loads((logs / "run.json").read_text())
     for key in ("seconds", "until_step", "unlogged_s"):
-        del facts["starts"][-1][key]
-    (logs / "run.json").write_text(json.dumps(facts))
+        del metadata["starts"][-1][key]
+    (logs / "run.json").write_text(json.dumps(metadata))
     lines = (logs / "metrics.jsonl").read_text().splitlines()
     (logs / "metrics.jsonl").write_text("\n".join(lines[:7]) + '\n{"step": 8, "lo')
     text = text_of(write_report(logs, None).read_text())
     assert "7 of 12 steps" in text
-    assert "has not come to its end" in text
+    assert "did not end normally" in text
 
 
 def test_measured_and_predicted_side_by_side(logs: Path, tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(CLUSTER)
-    facts, lines = read_facts(logs), read_metrics(logs)
-    seen = against(facts, lines, str(cluster))
-    assert isinstance(seen, Comparison)
-    assert seen.worst == "exposed z"  # no simulation knows of the slow rank
-    assert seen.run.parts_s["exposed z"] - seen.predicted_s["exposed z"] > 0.5 * WAIT_S
-    assert sum(seen.run.parts_s.values()) == pytest.approx(seen.run.step_s, rel=0.1)
+    metadata, lines = read_run_metadata(logs), read_metrics(logs)
+    comparison = compare_with_prediction(metadata, lines, str(cluster))
+    assert isinstance(comparison, Comparison)
+    assert comparison.worst == "exposed z"  # the simulation does not know of the slow rank
+    assert comparison.run.parts_s["exposed z"] - comparison.predicted_s["exposed z"] > 0.5 * WAIT_S
+    assert sum(comparison.run.parts_s.values()) == pytest.approx(comparison.run.step_s, rel=0.1)
     assert main(["report", str(logs), "--cluster", str(cluster)]) == 0
     text = text_of((logs / "report.html").read_text())
     assert "predicted measured gap" in text
@@ -138,36 +138,36 @@ def test_measured_and_predicted_side_by_side(logs: Path, tmp_path: Path) -> None
     ("cluster", "reason"),
     [(None, "No cluster is given"), ("dgx-h100", "It ran on CPU"), ("dgx-h200", "no cluster named")],
 )
-def test_without_a_prediction_the_page_says_why(logs: Path, cluster: str | None, reason: str) -> None:
-    seen = against(read_facts(logs), read_metrics(logs), cluster)
-    assert isinstance(seen, str)
-    assert reason in seen
+def test_without_a_prediction_the_report_says_why(logs: Path, cluster: str | None, reason: str) -> None:
+    comparison = compare_with_prediction(read_run_metadata(logs), read_metrics(logs), cluster)
+    assert isinstance(comparison, str)
+    assert reason in comparison
 
 
-# -- pictures ---------------------------------------------------------------------------------------------------------
+# -- charts -----------------------------------------------------------------------------------------------------------
 
 
-def drawn(points: list[tuple[float, float]], **options: Any) -> list[tuple[float, float]]:
+def drawn_points(points: list[tuple[float, float]], **options: Any) -> list[tuple[float, float]]:
     found = re.search(r"polyline points='([^']*)'", curves([Curve("c", "#000", points)], str, **options))
     assert found is not None
     return [(float(x), float(y)) for x, y in (pair.split(",") for pair in found[1].split())]
 
 
 def test_a_curve_is_drawn_to_scale() -> None:
-    places = drawn([(1, 2.0), (2, 6.0), (3, 4.0), (5, float("nan")), (5, 0.0)])
-    assert len(places) == 4  # what is no number is left out
-    (x1, y1), (x2, y2), (x3, y3), (x5, y5) = places
+    points = drawn_points([(1, 2.0), (2, 6.0), (3, 4.0), (5, float("nan")), (5, 0.0)])
+    assert len(points) == 4  # NaN is left out
+    (x1, y1), (x2, y2), (x3, y3), (x5, y5) = points
     assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
     assert x5 - x3 == pytest.approx(2 * (x2 - x1), abs=0.2)
     assert y2 < y3 < y1 < y5  # up is more
     assert y1 - y3 == pytest.approx(y3 - y2, abs=0.2)
 
 
-def test_long_curves_stay_short_and_true() -> None:
+def test_long_curves_are_thinned_and_stay_accurate() -> None:
     line = [(float(i), 3.0 * i) for i in range(10_001)]
     thin = thinned(line)
     assert len(thin) < 500
     assert (thin[0], thin[-1]) == (line[0], line[-1])
     assert all(y == pytest.approx(3 * x) for x, y in thin)
-    # The mean of neighbours on both sides leaves a straight line where it is; one that lags would not.
+    # A centred mean keeps a straight line; one that lags would not.
     assert smooth(line) == [(x, pytest.approx(y)) for x, y in line]

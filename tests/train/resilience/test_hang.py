@@ -1,113 +1,153 @@
-"""A rank that is dead or stopped is named, with the collective that the others stood in, in time."""
+"""A rank that is dead or stopped is named in time, with the collective in which the others wait."""
 
 import itertools
 import json
 import re
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
 
 from benchmarks.faults import peers, traced_run
 from benchmarks.ranks import RankPool
 from fourfold.mesh.axes import AXES, Axis
-from fourfold.train.resilience.hang.place import InFlight, Place
-from fourfold.train.resilience.hang.summary import find_missing, group_of, summarise
+from fourfold.mesh.collectives import InFlightCollective
+from fourfold.train.resilience.hang.monitor import Monitor
+from fourfold.train.resilience.hang.status import CollectiveTracker, InFlight, RankStatus
+from fourfold.train.resilience.hang.summary import axis_group, find_missing, summarise
 
-# -- who is it? --------------------------------------------------------------------------------------------------------
+# -- which rank? --------------------------------------------------------------------------------------------------------
 
 SHAPE = (1, 2, 2, 2)
-NOW_S = 1000.0
 
 
-def place(
-    rank: int, *waits: tuple[Axis, int], doing: str = "forward and backward", ago_s: float = 0.0
-) -> Place:
-    """A rank that has begun 10 collectives on each axis, or as many as it waits in."""
+def status(
+    rank: int, *waits: tuple[Axis, int], doing: str = "forward and backward", age_s: float = 0.0
+) -> RankStatus:
+    """A rank that has started 10 collectives on each axis, or as many as it waits in."""
     counts = dict.fromkeys(AXES, 10) | dict(waits)
     flights = tuple(InFlight(axis, number, f"{axis} all-reduce of it", 5.0) for axis, number in waits)
-    return Place(rank, "host", 100 + rank, 418, doing, NOW_S - ago_s, counts, flights)
+    return RankStatus(rank, "host", 100 + rank, 418, doing, counts, flights, age_s=age_s)
 
 
-def missing(reports: Sequence[Place], seen: Sequence[Place] = ()) -> list[int]:
-    by_rank, others = {p.rank: p for p in reports}, {p.rank: p for p in seen}
-    found = find_missing(by_rank, others, SHAPE, now_s=NOW_S, stale_s=2.0)
+def missing(reports: Sequence[RankStatus], heartbeats: Sequence[RankStatus] = ()) -> list[int]:
+    by_rank, others = {p.rank: p for p in reports}, {p.rank: p for p in heartbeats}
+    found = find_missing(by_rank, others, SHAPE, stale_s=2.0)
     return [m.rank for m in found]
 
 
-def test_the_groups_of_an_axis() -> None:
-    assert [group_of(r, "y", SHAPE) for r in (0, 2, 5)] == [[0, 2], [0, 2], [5, 7]]
-    assert group_of(3, "data", (2, 1, 1, 3)) == [0, 3]
+def test_groups_of_an_axis() -> None:
+    assert [axis_group(r, "y", SHAPE) for r in (0, 2, 5)] == [[0, 2], [0, 2], [5, 7]]
+    assert axis_group(3, "data", (2, 1, 1, 3)) == [0, 3]
 
 
 def test_a_chain_of_waits_leads_to_the_rank_at_its_end() -> None:
-    # 5 is stopped in the midst of something; 4 meets it on x, 1 on z, and 0 waits for 1, or 4.
+    # 5 is stopped; 4 waits for it on x, 1 on z, and 0 waits for 1 or 4.
     reports = [
-        place(4, ("x", 11)),
-        place(1, ("z", 11)),
-        place(0, ("x", 12)),
-        place(7, ("y", 13)),
-        place(6, ("z", 11)),
+        status(4, ("x", 11)),
+        status(1, ("z", 11)),
+        status(0, ("x", 12)),
+        status(7, ("y", 13)),
+        status(6, ("z", 11)),
     ]
-    seen = [place(5, doing="the optimizer", ago_s=6.0), place(2, ("z", 11)), place(3, ("y", 12))]
-    assert missing(reports, seen) == [5]
+    heartbeats = [status(5, doing="the optimizer", age_s=6.0), status(2, ("z", 11)), status(3, ("y", 12))]
+    assert missing(reports, heartbeats) == [5]
 
 
-def test_two_that_are_stopped_are_both_named() -> None:
-    reports = [place(r, ("x", 11)) for r in (0, 2, 4, 6)]
-    seen = [place(1, ago_s=9.0), place(5, ago_s=9.0), place(3, ("y", 10)), place(7, ("y", 10))]
-    assert missing(reports, seen) == [1, 5]
+def test_two_stopped_ranks_are_both_named() -> None:
+    reports = [status(r, ("x", 11)) for r in (0, 2, 4, 6)]
+    heartbeats = [status(1, age_s=9.0), status(5, age_s=9.0), status(3, ("y", 10)), status(7, ("y", 10))]
+    assert missing(reports, heartbeats) == [1, 5]
 
 
-def test_who_lives_but_does_not_come_is_behind() -> None:
-    reports = [place(0, ("x", 11))]
-    assert missing(reports, [place(1, doing="data")]) == [1]
-    # It has come to the collective: then it is not the one.
-    assert missing(reports, [place(1, ("x", 11))]) == []
+def test_a_live_rank_that_does_not_arrive_is_named() -> None:
+    reports = [status(0, ("x", 11))]
+    assert missing(reports, [status(1, doing="data")]) == [1]
+    # It has arrived at the collective: then it is not missing.
+    assert missing(reports, [status(1, ("x", 11))]) == []
 
 
-def test_who_fails_by_itself_is_the_cause_of_all() -> None:
+def test_a_rank_with_an_error_of_its_own_is_the_cause() -> None:
     reports = [
-        replace(place(0, ("x", 11)), error="RuntimeError: Connection closed by peer"),
-        replace(place(1), error="ValueError: shard 3 is gone"),
-        replace(place(3, ("y", 11)), error="RuntimeError: Connection closed by peer"),
+        replace(status(0, ("x", 11)), error="RuntimeError: Connection closed by peer"),
+        replace(status(1), error="ValueError: shard 3 is gone"),
+        replace(status(3, ("y", 11)), error="RuntimeError: Connection closed by peer"),
     ]
     assert missing(reports) == [1]
     by_rank = {p.rank: p for p in reports}
-    found = find_missing(by_rank, {}, SHAPE, now_s=NOW_S, stale_s=2.0)
-    assert summarise(found, by_rank, now_s=NOW_S).startswith(
+    found = find_missing(by_rank, {}, SHAPE, stale_s=2.0)
+    assert summarise(found, by_rank).startswith(
         "step 418: rank 1 failed; rank 1 on host (process 101): ValueError: shard 3 is gone"
     )
 
 
-def test_who_is_lost_in_a_save_is_who_says_nothing() -> None:
+def test_a_rank_lost_in_a_save_is_the_one_without_a_report() -> None:
     reports = [
-        replace(place(r, doing="checkpoint"), error="SaveError: Connection closed by peer")
+        replace(status(r, doing="checkpoint"), error="SaveError: Connection closed by peer")
         for r in range(8)
         if r != 6
     ]
-    assert missing(reports, [place(6, doing="checkpoint")]) == [6]
-    # Most have not said anything: nobody is blamed.
+    assert missing(reports, [status(6, doing="checkpoint")]) == [6]
+    # Most ranks have not reported: none is named.
     assert missing(reports[:3], []) == []
 
 
-def test_the_sentence_names_collective_step_ranks_and_where_they_were() -> None:
-    reports = {0: place(0, ("x", 11))}
-    found = find_missing(
-        reports, {1: place(1, doing="the optimizer", ago_s=7.0)}, SHAPE, now_s=NOW_S, stale_s=2.0
-    )
-    assert summarise(found, reports, now_s=NOW_S).splitlines()[0] == (
+def test_the_summary_names_collective_step_rank_and_its_last_status() -> None:
+    reports = {0: status(0, ("x", 11))}
+    last = status(1, doing="the optimizer", age_s=7.0)
+    found = find_missing(reports, {1: last}, SHAPE, stale_s=2.0)
+    assert summarise(found, reports).splitlines()[0] == (
         "x all-reduce of it, step 418: rank 1 never arrived; rank 1 on host (process 101): last seen in the optimizer, "
         "step 418, 7.0 s ago"
     )
 
 
-# -- for real ----------------------------------------------------------------------------------------------------------
+# -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stopped_rank_is_named_with_the_collective_that_it_did_not_come_to(
+class NeverDone:
+    """The work of a collective at which a peer does not arrive."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def judge_with_a_skewed_clock(folder: str) -> str:
+    """Ranks 0 and 1 wait for rank 2, whose heartbeats stop; the clock of rank 1 is an hour behind."""
+    rank, now_s = dist.get_rank(), time.time
+    summary = Path(folder) / "summary.txt"
+    tracker = CollectiveTracker(rank, lambda: (5, "forward and backward"), host_waits=True)
+    monitor = Monitor(tracker, (1, 1, 1, 3), Path(folder), threading.get_ident(), ends_process=False)
+    if rank < 2:
+        work: Any = NeverDone()
+        tracker.started(InFlightCollective("x", "all_reduce", "loss", "", 4, time.time_ns(), work=work))
+    monitor.timeout_s = 4.0 if rank == 0 else float("inf")
+    with patch("time.time", lambda: now_s() - 3600 * (rank == 1)):
+        monitor.start()
+        if rank == 2:
+            time.sleep(1.0)
+            monitor.stop()
+        deadline_s = time.monotonic() + 60
+        while not (summary.exists() and summary.read_text()) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        monitor.stop()
+    return summary.read_text()
+
+
+def test_a_live_rank_is_not_named_because_of_its_clock(pool: RankPool, tmp_path: Path) -> None:
+    for summary in pool.run(judge_with_a_skewed_clock, 3, str(tmp_path)):
+        assert summary.startswith("x all-reduce for loss, step 5: rank 2 never arrived")
+
+
+def test_a_stopped_rank_is_named_with_the_collective_at_which_it_did_not_arrive(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    """One of the trials of `benchmarks.faults`, which also holds the time to a second; here others may have the cores."""
+    """One of the trials of `benchmarks.faults`, which also bounds the time to a second; here the cores may be busy."""
     file = traced_run.write(tmp_path / "run")
     number = next(n for n in itertools.count() if peers.drawn("stop", n)[1].at == "forward")
     shape, fault = peers.drawn("stop", number)
@@ -119,7 +159,7 @@ def test_a_stopped_rank_is_named_with_the_collective_that_it_did_not_come_to(
         report = json.loads((tmp_path / f"hung/hang/rank-{rank}.json").read_text())
         assert report["step"] in (fault.step, fault.step + 1)
         assert report["stack"]
-    # What was named could have been wrong.
+    # The check would find a wrong name.
     words = (tmp_path / "hung/hang/summary.txt").read_text()
     for wrong in (
         words.replace(f"rank {fault.rank} never", "rank 9 never"),
@@ -129,9 +169,9 @@ def test_a_stopped_rank_is_named_with_the_collective_that_it_did_not_come_to(
         assert "the report says" in peers.find_damage(tmp_path / "hung", fault, shape, sequences[shape])
 
 
-def test_when_a_rank_is_killed_the_others_leave_at_once(pool: RankPool, tmp_path: Path) -> None:
+def test_when_a_rank_is_killed_the_others_exit_at_once(pool: RankPool, tmp_path: Path) -> None:
     file = traced_run.write(tmp_path / "run")
     _, fault = peers.drawn("kill", 0)
-    # Before anything times out; the benchmark holds it to a second.
+    # Before any timeout; the benchmark bounds it to a second.
     assert peers.trial(pool, file, tmp_path / "dead", "kill", 0, {}).longest_s < peers.TIMEOUT_S
     assert f"rank {fault.rank} never arrived" in (tmp_path / "dead/hang/summary.txt").read_text()

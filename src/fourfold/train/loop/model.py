@@ -1,4 +1,4 @@
-"""The model of a run, parallel on its grid: from a configuration with drawn weights, or from safetensors."""
+"""The model of a run, parallel on its grid: from a configuration with random init, or from safetensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fourfold import untrusted_input as outside
+from fourfold import untrusted_input
 from fourfold.config.schema import EngineSection, ModelSection
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.parallelize import parallelize
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 def build_model(
     model: ModelSection, engine: EngineSection, grid: Grid, seed: int, length: int
 ) -> tuple[nn.Module, Report]:
-    """Built on meta; each rank draws or reads its own shards alone.
+    """Build on the meta device; each rank initialises or reads only its own shards.
 
-    ``length``: of the sequences to come. Where tensor ranks do not divide it, some batch could not be cut by its tokens.
+    ``length``: of the sequences. If tensor ranks do not divide it, activations cannot be sharded by tokens.
     """
     activations = engine.activations
     undivided = undivided_axis(length, grid.y, grid.x)
@@ -38,7 +38,7 @@ def build_model(
         )
         activations = "replicated"
     with torch.device("meta"):
-        # Masters are fp32, also of weights that are stored in fewer bits, as config.json then says.
+        # Master weights are fp32, also if config.json says that the weights are stored in a smaller dtype.
         module: nn.Module = AutoModelForCausalLM.from_config(model_config(model), dtype=torch.float32)
     report = parallelize(
         module,
@@ -55,7 +55,7 @@ def build_model(
 
 
 def model_config(model: ModelSection) -> Any:
-    """The Hugging Face configuration: of a file, a folder or a hub id."""
+    """The Hugging Face configuration in a file, in a folder or of a hub id."""
     where = model.config or model.pretrained
     assert where is not None
     looks_local = where.suffix == ".json" or where.is_absolute() or str(where).startswith(".")
@@ -65,15 +65,15 @@ def model_config(model: ModelSection) -> Any:
             f"model.{field}: there is no {where}; give a config.json, a folder with one, or a hub id"
         )
     try:
-        return outside.load_model_config(where)
+        return untrusted_input.load_model_config(where)
     except OSError as error:
         raise ValueError(
-            f"{where} is no folder with a config.json, nor a hub id that can be reached: {error}"
+            f"{where} is neither a folder with a config.json nor a hub id that can be reached: {error}"
         ) from None
 
 
 def _local_folder(name: Path) -> Path:
-    """The folder of pretrained weights; a hub id is fetched by huggingface_hub, or taken from its cache."""
+    """The folder of pretrained weights; a hub id is downloaded by huggingface_hub, or taken from its cache."""
     if name.exists():
         return name
     from huggingface_hub import snapshot_download

@@ -1,4 +1,4 @@
-"""The optimizers behind one seam: given a parallel model and a section of the run's file, an optimizer of its shards."""
+"""The optimizer of a parallel model's shards, from a section of the run config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold.parallel.report import Report
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection, report: Report) -> torch.optim.Optimizer:
-    """Matrices decay, norms and biases do not."""
+    """Weight decay applies to matrices, not to norms and biases."""
     adamw: dict[str, Any] = {"lr": section.lr, "betas": section.betas, "eps": section.eps}
     if section.name == "muon":
         matrices, others = split_matrices(model)
@@ -23,7 +23,7 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, report: Report)
         groups = [muon, *groups_by_decay(others, section.weight_decay)]
         return ShardedMuon(groups, model, report, momentum=section.momentum, **adamw)
     trained = [p for p in model.parameters() if p.requires_grad]
-    # On CUDA the fused one, which can be told on the device to leave a step out (update.py).
+    # On CUDA the fused one, which reads on the device whether to skip a step (update.py).
     fused = True if report.grid.device.type == "cuda" else None
     return sharded_optimizer(torch.optim.AdamW)(
         groups_by_decay(trained, section.weight_decay), **adamw, fused=fused

@@ -1,4 +1,4 @@
-"""The learning rate of each step: up from zero, then a cosine, or steady with a fall at the end, or steady."""
+"""The learning rate of each step: warm-up, then cosine, WSD (constant with a decay at the end) or constant."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 from fourfold.config.schema import ScheduleSection
 
 
-def rate_of_step(schedule: ScheduleSection, step: int) -> float:
-    """The part of the highest rate at which ``step`` (from 0) is taken.
+def learning_rate_factor(schedule: ScheduleSection, step: int) -> float:
+    """The learning rate of ``step`` (from 0) as a fraction of the highest.
 
     Example:
         >>> plan = ScheduleSection(steps=100, warmup_steps=10, final=0.1)
-        >>> [round(rate_of_step(plan, step), 3) for step in (0, 9, 10, 55, 99)]
+        >>> [round(learning_rate_factor(plan, step), 3) for step in (0, 9, 10, 55, 99)]
         [0.1, 1.0, 1.0, 0.542, 0.1]
     """
     if step < schedule.warmup_steps:
@@ -24,6 +24,6 @@ def rate_of_step(schedule: ScheduleSection, step: int) -> float:
     elif step <= schedule.warmup_steps:
         left = 1.0
     else:
-        falls_over = max(1, schedule.steps - 1 - schedule.warmup_steps)
-        left = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - schedule.warmup_steps) / falls_over)))
+        decay_steps = max(1, schedule.steps - 1 - schedule.warmup_steps)
+        left = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - schedule.warmup_steps) / decay_steps)))
     return schedule.final + (1 - schedule.final) * max(0.0, left)

@@ -1,15 +1,16 @@
-"""The loop: batches in, steps out, and everything else in callbacks.
+"""The training loop: batches in, steps out, everything else in callbacks.
 
-    for each step   the rate of the schedule; this rank's rows in micro-batches, gradients sent with the last;
-                    clipping; the optimizer; callbacks; a checkpoint
+    for each step   learning rate of the schedule; this rank's rows in micro-batches, gradients reduced with the last;
+                    clipping; optimizer; callbacks; checkpoint
 
-What a step does depends on (seed, step) and the data alone, so a run that is resumed, also on another grid, goes on as
-it would have.
+A step depends on (seed, step) and the data alone, so a resumed run, also on another grid, continues as it would have
+without the interruption.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,8 @@ from fourfold.checkpoint.save import Checkpoints
 from fourfold.checkpoint.state import TrainState
 from fourfold.config.schema import RunConfig
 from fourfold.data.loader import Batch, Loader
-from fourfold.data.mixture import check_identity, open_mixture
+from fourfold.data.manifest import Split
+from fourfold.data.mixture import Mixture, check_identity, open_mixture
 from fourfold.mesh.clock import Clock, clock_of
 from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
@@ -34,8 +36,9 @@ from fourfold.parallel.loss import count_labels
 from fourfold.train.loop.model import build_model
 from fourfold.train.loop.optimizers import build_optimizer
 from fourfold.train.loop.packing import check_documents_stay_apart
-from fourfold.train.loop.schedule import rate_of_step
+from fourfold.train.loop.schedule import learning_rate_factor
 from fourfold.train.loop.update import update
+from fourfold.train.recovery.replicas import SingleReplica
 from fourfold.train.recovery.rollback import Rollbacks
 from fourfold.train.recovery.stop import StopRequest
 from fourfold.train.recovery.torchft_manager import TorchFTManager
@@ -44,17 +47,17 @@ from fourfold.weights.api import no_sync
 
 @dataclass
 class StepResult:
-    """What a step leaves to callbacks. Nothing is read before somebody asks: on CUDA that waits for the device."""
+    """The result of a step, for callbacks. Reading a tensor or the time waits for the device on CUDA."""
 
-    step: int  # steps done, this one among them
+    step: int  # steps done, including this one
     loss: Tensor
     gradient_norm: Tensor | None
     learning_rate: float
     tokens: int
     clock: Clock
-    start: Any  # marks of that clock, around the step
+    start: Any  # marks of that clock
     end: Any
-    figures: dict[str, float] = field(default_factory=dict)  # what callbacks add for those after them
+    metrics: dict[str, float] = field(default_factory=dict)  # what callbacks add for the callbacks after them
 
     @property
     def seconds(self) -> float:
@@ -62,57 +65,58 @@ class StepResult:
 
 
 class Callback:
-    """Something beside the steps; each method may stay as it is."""
+    """Code that runs alongside the steps; override what is needed."""
 
     def on_start(self, trainer: Trainer) -> None: ...
 
     def around_run(self, trainer: Trainer) -> AbstractContextManager[Any]:
-        """From before the first `on_start` to after the last `on_end`, also when something fails between them."""
+        """Entered before the first `on_start`, left after the last `on_end` and on errors."""
         return nullcontext()
 
     def around_step(self, trainer: Trainer) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def on_gradients(self, trainer: Trainer) -> None:
-        """Backward is over; nothing is clipped yet."""
+        """Called after backward, before clipping."""
 
-    def refuses(self, trainer: Trainer, loss: Tensor, norm: Tensor | None) -> Tensor | None:
-        """A flag, the same on all ranks: is this step to leave the weights as they are? None: no opinion."""
+    def should_skip(self, trainer: Trainer, loss: Tensor, norm: Tensor | None) -> Tensor | None:
+        """A flag, the same on all ranks: should this step leave the weights unchanged? None: no opinion."""
         return None
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None: ...
 
     def on_save(self, trainer: Trainer) -> None:
-        """A checkpoint is about to be saved: what of this callback decides how the run goes on, into `Training.beside`.
+        """Called before a checkpoint is saved: put state that the run needs to resume into `TrainState.beside`.
 
-        Who asks to go back instead (`Trainer.back`), asks on all ranks; nothing is saved then.
+        A callback that requests a rollback here (`Trainer.rollbacks`), on all ranks, prevents the save.
         """
 
     def on_rollback(self, trainer: Trainer) -> None:
-        """The run has been set to another step: back to a checkpoint, or to that of a replica which it copies."""
+        """Called after the run was set to another step, from a checkpoint or a copy of another replica's state."""
 
     def on_end(self, trainer: Trainer) -> None: ...
 
 
 class Trainer:
-    """A run on its grid. All ranks make it, and call it alike."""
+    """A run on its grid. Construct and call it on all ranks alike."""
 
     def __init__(self, run: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> None:
         self.run, self.grid, self.callbacks = run, grid, list(callbacks)
         self.is_first = dist.get_rank() == 0
-        self.quorum = TorchFTManager(self) if run.reliability.lighthouse is not None else None
-        rows = grid.local_rows(run.sequences)  # refuses a batch that does not divide
-        self.rows_at_a_time = rows_at_a_time(run, rows.stop - rows.start)
-        self.replicas = 1 if self.quorum is None else run.grid.data  # jobs like this one, when all are there
-        self.micro_batches = -(-(rows.stop - rows.start) // (self.replicas * self.rows_at_a_time))
-        sources = [(source.path, source.weight) for source in run.data.sources]
-        self.mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed)
+        self.replicas = (
+            SingleReplica() if run.reliability.lighthouse is None else TorchFTManager(run, grid, self)
+        )
+        batch = grid.local_rows(run.sequences)  # raises if the batch does not divide over the ranks
+        rows = batch.stop - batch.start
+        self.micro_batch_rows = micro_batch_rows(run, rows)
+        self.micro_batches = -(-rows // (self.replicas.planned * self.micro_batch_rows))
+        self.mixture = open_data(run, "train")
         self.loader = Loader(self.mixture, grid, run.sequences, read_ahead=run.data.read_ahead)
         self.model, self.report = build_model(run.model, run.engine, grid, run.seed, run.data.sequence_length)
         check_documents_stay_apart(
             self.model,
             grid,
-            rows=self.rows_at_a_time,
+            rows=self.micro_batch_rows,
             vocab_size=int(self.model.config.vocab_size),  # type: ignore[union-attr,arg-type]
         )
         self.optimizer = build_optimizer(self.model, run.optimizer, self.report)
@@ -124,9 +128,9 @@ class Trainer:
             data={"samples": 0, **self.mixture.identity},
             config=run.model_dump(mode="json"),
         )
-        self.beside_s: defaultdict[str, float] = defaultdict(float)  # on this host, by what it was spent on
-        self.place = "the start"  # in words, for the report of a hang
-        self.back = Rollbacks()
+        self.timed_s: defaultdict[str, float] = defaultdict(float)  # on this host, by activity
+        self.activity = "the start"  # for the report of a hang
+        self.rollbacks = Rollbacks()
         self._clock = clock_of(grid.device.type)
 
     @property
@@ -139,7 +143,7 @@ class Trainer:
         return self.step >= self.run.schedule.steps
 
     def train(self, checkpoints: Checkpoints | None = None, stop: StopRequest | None = None) -> None:
-        """To the end of the schedule, or until it is asked to stop; from the newest checkpoint if there is one."""
+        """Train from the newest checkpoint, if there is one, to the end of the schedule or until a request to stop."""
         with ExitStack() as around:
             for callback in self.callbacks:
                 around.enter_context(callback.around_run(self))
@@ -150,10 +154,7 @@ class Trainer:
             self._resume(checkpoints)
         for callback in self.callbacks:
             callback.on_start(self)
-        if self.quorum is not None:
-            batches = self.quorum.batches()
-        else:
-            batches = self.loader.batches(int(self.training.data["samples"]))
+        batches = self.replicas.batches(self.training, self.loader)
         stops = False
         while not self.is_done and not stops:
             result = self._step(batches)
@@ -161,76 +162,86 @@ class Trainer:
                 continue
             if checkpoints is not None:
                 self._wait_for_late(checkpoints)
-            self.place = "callbacks"
+            self.activity = "callbacks"
             for callback in self.callbacks:
                 callback.on_step(self, result)
             stops = stop is not None and stop.agreed()
-            if checkpoints is not None and not self.back.is_asked and (stops or self.is_saved_at(self.step)):
+            is_due = stops or self.saves_after(self.step)
+            if checkpoints is not None and is_due and not self.rollbacks.is_requested:
                 self._save(checkpoints)
-            if self.back.is_asked:
-                batches = self._go_back(checkpoints)
-        if self.quorum is not None:
-            self.quorum.close()
+            if self.rollbacks.is_requested:
+                batches = self._roll_back(checkpoints)
+        self.replicas.close()
         if checkpoints is not None:
-            with self.beside("checkpoint"):
+            with self.timed("checkpoint"):
                 checkpoints.wait()
         for callback in self.callbacks:
             callback.on_end(self)
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        with self.beside("checkpoint"):
-            # One replica saves for all; it may do steps again that another, which is gone by now, has saved.
-            if self.quorum is not None and not (self.quorum.leads and self.step not in checkpoints.steps()):
+        with self.timed("checkpoint"):
+            if not self.replicas.saves(self.step, checkpoints):
                 return
-            for callback in self.callbacks:
-                callback.on_save(self)
-            if not self.back.is_asked:
+            self.before_save()
+            if not self.rollbacks.is_requested:
                 checkpoints.save(self.training)
 
-    def _wait_for_late(self, checkpoints: Checkpoints) -> None:
-        """Steps that are done while a checkpoint is written are lost if it is not finished: these may be too many."""
-        within = self.run.checkpoints.written_within_steps
-        if within is not None and checkpoints.saving is not None and self.step - checkpoints.saving >= within:
-            with self.beside("checkpoint"):
-                checkpoints.wait()
+    def before_save(self) -> None:
+        for callback in self.callbacks:
+            callback.on_save(self)
 
-    def _go_back(self, checkpoints: Checkpoints | None) -> Iterator[Batch]:
-        if self.quorum is not None:
-            raise RuntimeError(
-                f"step {self.step}: {self.back.why}; with reliability.lighthouse a run does not go back by itself: started "
-                "again, it goes on from its newest checkpoint"
-            )
-        with self.beside("rollback"):
-            self.back.go(self.training, checkpoints)
+    def after_rollback(self) -> None:
         for callback in self.callbacks:
             callback.on_rollback(self)
-        return self.loader.batches(int(self.training.data["samples"]))
 
-    def is_saved_at(self, step: int) -> bool:
-        """Is there a checkpoint due behind this step? Every so many steps, and at the end."""
+    def _wait_for_late(self, checkpoints: Checkpoints) -> None:
+        """Bound the steps that are done while a checkpoint is written: they are lost if it is not finished."""
+        within = self.run.checkpoints.written_within_steps
+        if within is not None and checkpoints.saving is not None and self.step - checkpoints.saving >= within:
+            with self.timed("checkpoint"):
+                checkpoints.wait()
+
+    def _roll_back(self, checkpoints: Checkpoints | None) -> Iterator[Batch]:
+        if self.run.reliability.lighthouse is not None:
+            raise RuntimeError(
+                f"step {self.step}: {self.rollbacks.reason}; with reliability.lighthouse a run does not roll back by itself: "
+                "restarted, it resumes from its newest checkpoint"
+            )
+        with self.timed("rollback"):
+            self.warn(self.rollbacks.roll_back(self.training, checkpoints))
+        self.after_rollback()
+        return self.replicas.batches(self.training, self.loader)
+
+    def saves_after(self, step: int) -> bool:
+        """Is a checkpoint due after this step? Every ``checkpoints.every_steps`` steps, and at the end."""
         every = self.run.checkpoints.every_steps
         return step >= self.run.schedule.steps or (every is not None and step % every == 0)
 
+    def warn(self, message: str) -> None:
+        """Print to standard error, on rank 0."""
+        if self.is_first:
+            print(message, file=sys.stderr, flush=True)
+
     @contextmanager
-    def beside(self, what: str) -> Iterator[None]:
-        """Time that this host spends on something else than steps."""
-        self.place = what
+    def timed(self, activity: str) -> Iterator[None]:
+        """Measure the time that this host spends on something other than computing steps."""
+        self.activity = activity
         start_s = time.perf_counter()
         try:
             yield
         finally:
-            self.beside_s[what] += time.perf_counter() - start_s
+            self.timed_s[activity] += time.perf_counter() - start_s
 
     def _resume(self, checkpoints: Checkpoints) -> None:
         if not self.run.checkpoints.resume:
-            if there := checkpoints.steps():
+            if found := checkpoints.steps():
                 raise ValueError(
-                    f"checkpoints.resume=false begins at step 0, but {checkpoints.root} has step-{there[-1]} of another run, and "
+                    f"checkpoints.resume=false begins at step 0, but {checkpoints.root} has step-{found[-1]} of another run, and "
                     "the two would mix; use another checkpoints.folder, move it away, or resume"
                 )
             return
         identity = dict(self.mixture.identity)
-        # As with the rate, the run's file says how the optimizer works; the checkpoint says how far it is.
+        # Options of the optimizer, as the learning rate, are those of the run config, not of the checkpoint.
         groups = self.optimizer.param_groups
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         if checkpoints.load(self.training) is not None:
@@ -240,52 +251,43 @@ class Trainer:
             check_identity(saved, identity)
 
     def _step(self, batches: Iterator[Batch]) -> StepResult | None:
-        """One step; None if a replica was lost on the way: nothing has changed."""
+        """One step; None if another replica was lost during it: the weights are unchanged."""
         start = self._clock.mark()
-        if self.quorum is not None:
-            with self.beside("quorum"):
-                self.quorum.meet()
-        with self.beside("data"):
+        self.replicas.start_step()
+        with self.timed("data"):
             batch = next(batches)
-        rate = self.run.optimizer.lr * rate_of_step(self.run.schedule, self.step)
+        lr = self.run.optimizer.lr * learning_rate_factor(self.run.schedule, self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        seed_ranks(self.grid, self.run.seed, self.step, replica=self.quorum.place if self.quorum else 0)
+            group["lr"] = lr
+        seed_ranks(self.grid, self.run.seed, self.step, replica=self.replicas.index)
         with ExitStack() as around:
             for callback in self.callbacks:
                 around.enter_context(callback.around_step(self))
-            self.place = "forward and backward"
+            self.activity = "forward and backward"
             loss = self._forward_and_backward(batch)
-            if self.quorum is not None and not self.quorum.add_up(loss):
+            if not self.replicas.sum_gradients(loss):
                 self.optimizer.zero_grad()
                 return None
             for callback in self.callbacks:
                 callback.on_gradients(self)
-            self.place = "clipping"
+            self.activity = "clipping"
             norm, max_norm = None, self.run.optimizer.max_norm
             if max_norm is not None or self.run.reliability.skip_bad_steps:
                 norm = clip_grad_norm_(self.model.parameters(), max_norm or math.inf, self.grid)
-            self.place = "the optimizer"
-            flags = [callback.refuses(self, loss, norm) for callback in self.callbacks]
+            self.activity = "the optimizer"
+            flags = [callback.should_skip(self, loss, norm) for callback in self.callbacks]
             update(self.optimizer, [flag for flag in flags if flag is not None])
             self.optimizer.zero_grad()
         self.training.step += 1
         self.training.data["samples"] = batch.next_sample
         end = self._clock.mark()
-        result = StepResult(self.step, loss, norm, rate, self.run.batch.tokens, self._clock, start, end)
-        if self.quorum is not None:
-            result.figures["replicas"] = float(self.quorum.size)
-        return result
+        tokens, metrics = self.run.batch.tokens, self.replicas.metrics()
+        return StepResult(self.step, loss, norm, lr, tokens, self._clock, start, end, metrics)
 
     def _forward_and_backward(self, batch: Batch) -> Tensor:
-        """The mean loss over the global batch; gradients of all micro-batches are sent with the last."""
-        inputs = {name: rows.to(self.grid.device, non_blocking=True) for name, rows in batch.inputs.items()}
-        counted = count_labels(inputs["labels"], self.grid, shift=True, at_least=0)
-        if self.quorum is not None:
-            counted = self.quorum.sum(counted)
-        counted = counted.clamp(min=1)
-        chunks = zip(*(rows.split(self.rows_at_a_time) for rows in inputs.values()), strict=True)
-        parts = [dict(zip(inputs, rows, strict=True)) for rows in chunks]
+        """The mean loss over the global batch; gradients of all micro-batches are reduced with the last."""
+        counted, parts = self.split(batch)
+        counted = self.replicas.sum(counted).clamp(min=1)
         total = torch.zeros((), device=self.grid.device)
         for i, part in enumerate(parts):
             is_last = i == len(parts) - 1
@@ -295,26 +297,41 @@ class Trainer:
             total += loss.detach()
         return total
 
+    def split(self, batch: Batch) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """(the number of labels in the global batch, this rank's inputs in micro-batches on its device)."""
+        inputs = {name: rows.to(self.grid.device, non_blocking=True) for name, rows in batch.inputs.items()}
+        counted = count_labels(inputs["labels"], self.grid, shift=True, at_least=0)
+        parts = zip(*(rows.split(self.micro_batch_rows) for rows in inputs.values()), strict=True)
+        return counted, [dict(zip(inputs, rows, strict=True)) for rows in parts]
 
-def rows_at_a_time(run: RunConfig, rows: int) -> int:
-    """Of a rank that has so many, or all if it is the only replica left: no more than it takes when all are there."""
+
+def open_data(run: RunConfig, split: Split) -> Mixture:
+    sources = [(source.path, source.weight) for source in run.data.sources]
+    return open_mixture(sources, length=run.data.sequence_length, seed=run.seed, split=split)
+
+
+def micro_batch_rows(run: RunConfig, rows: int) -> int:
+    """Rows of a micro-batch of a rank. ``rows``: those that it has per step if no other replica is running.
+
+    With a lighthouse a micro-batch is not larger than it is when all replicas are running.
+    """
     if run.reliability.lighthouse is None:
         return rows // micro_batches(rows, run.batch.micro_batch_sequences)
     return min(rows, run.batch.micro_batch_sequences or -(-rows // run.grid.data))
 
 
-def micro_batches(rows: int, at_a_time: int | None) -> int:
-    """How many a rank's rows are taken in.
+def micro_batches(rows: int, size: int | None) -> int:
+    """The number of micro-batches of a rank's rows.
 
     Example:
         >>> micro_batches(8, 2), micro_batches(8, None)
         (4, 1)
     """
-    if at_a_time is None or at_a_time >= rows:
+    if size is None or size >= rows:
         return 1
-    if rows % at_a_time:
-        fits = max(n for n in range(1, at_a_time + 1) if rows % n == 0)
+    if rows % size:
+        fits = max(n for n in range(1, size + 1) if rows % n == 0)
         raise ValueError(
-            f"batch.micro_batch_sequences={at_a_time} does not divide the {rows} sequences of a rank; use {fits}"
+            f"batch.micro_batch_sequences={size} does not divide the {rows} sequences of a rank; use {fits}"
         )
-    return rows // at_a_time
+    return rows // size

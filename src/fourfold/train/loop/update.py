@@ -1,4 +1,4 @@
-"""The optimizer's step, unless somebody refuses it: then weights and optimizer stay as they are, on all ranks alike."""
+"""The optimizer's step, or none if a flag says so: then weights and optimizer state stay unchanged, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 
-def update(optimizer: torch.optim.Optimizer, refusals: Sequence[Tensor] = ()) -> None:
-    """Step, if none of the flags is set.
+def update(optimizer: torch.optim.Optimizer, skip_flags: Sequence[Tensor] = ()) -> None:
+    """Step, unless one of the flags is set.
 
-    The host does not wait for the flag where the optimizer can read it on the device, as fused AdamW can: that is the
-    contract of `torch.amp.GradScaler` (``found_inf``). Other optimizers cost a wait on CUDA, before each step.
+    The host does not wait for the flags if the optimizer can read them on the device, as fused AdamW can: the contract of
+    `torch.amp.GradScaler` (``found_inf``). With other optimizers the host waits for the device before each step on CUDA.
     """
-    if not refusals:
+    if not skip_flags:
         optimizer.step()
         return
-    refused = reduce(torch.logical_or, refusals)
+    skips = reduce(torch.logical_or, skip_flags)
     if getattr(optimizer, "_step_supports_amp_scaling", False) and all(
         g["fused"] for g in optimizer.param_groups
     ):
-        optimizer.found_inf, optimizer.grad_scale = refused.float(), None  # type: ignore[attr-defined]
+        optimizer.found_inf, optimizer.grad_scale = skips.float(), None  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
             del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-    elif not bool(refused):
+    elif not bool(skips):
         optimizer.step()

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a table that stays in its place on a terminal, a line a step elsewhere."""
+"""Console output of a run: a live table on a terminal, one line per logged step elsewhere."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rich.text import Text
 
 from fourfold.mesh.axes import AXES
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
-from fourfold.train.observe.columns import Figure, clock, columns_of, line_of, that_fit
+from fourfold.train.observe.columns import Column, columns_of, columns_that_fit, duration, log_line
 from fourfold.train.observe.meter import is_logged
-from fourfold.train.observe.metrics import figures_of
-from fourfold.train.observe.run_metadata import in_words
+from fourfold.train.observe.metrics import step_metrics
+from fourfold.train.observe.run_metadata import describe_run
 
-_ROWS = 10  # of the steps so far, spread evenly; the run's last one comes below them
-_RECENT = 50  # lines whose pace tells the time that is left
-_SHARE = 0.005  # of the time that drawing may take
+_ROWS = 10  # of earlier steps, evenly spaced; the newest step comes below them
+_RECENT = 50  # logged steps that the time left is estimated from
+_SHARE = 0.005  # of the run's time that drawing may take
 
 
 class ConsoleLogger(Callback):
-    """The run on rank 0's standard output."""
+    """Writes to the standard output of rank 0."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stdout, highlight=False)
@@ -43,25 +43,27 @@ class ConsoleLogger(Callback):
             return
         self._start_s, self._first_step = time.perf_counter(), trainer.step
         self._pace.append((self._start_s, trainer.step))
-        self._say(in_words(trainer))
-        for note in trainer.report.notes:  # an option without effect, a weight that nobody takes
-            self._say(f"  {note}")
+        self._print(describe_run(trainer))
+        for note in trainer.report.notes:  # such as an option without effect, or an unused weight
+            self._print(f"  {note}")
         if trainer.step:
-            self._say(f"goes on behind step {trainer.step} of {trainer.run.schedule.steps}{_was_on(trainer)}")
+            self._print(
+                f"resumed from step {trainer.step} of {trainer.run.schedule.steps}{_previous_grid(trainer)}"
+            )
         if self._console.is_terminal:
             self._screen = _Screen(self._console, trainer)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if not trainer.is_first or not is_logged(trainer, result.step):
             return
-        figures = figures_of(result)
-        self._last |= figures
+        metrics = step_metrics(result)
+        self._last |= metrics
         self._pace.append((time.perf_counter(), result.step))
         left_s = self._left_s(trainer)
         if self._screen is not None:
-            self._screen.add(figures, left_s)
+            self._screen.add(metrics, left_s)
         else:
-            self._say(line_of(figures, trainer.run.schedule.steps, left_s))
+            self._print(log_line(metrics, trainer.run.schedule.steps, left_s))
 
     def _left_s(self, trainer: Trainer) -> float:
         (before_s, before), (now_s, now) = self._pace[0], self._pace[-1]
@@ -72,46 +74,48 @@ class ConsoleLogger(Callback):
             return
         if self._screen is not None:
             self._screen.close()
-        words = [f"{trainer.step - self._first_step} steps in {clock(time.perf_counter() - self._start_s)}"]
+        words = [
+            f"{trainer.step - self._first_step} steps in {duration(time.perf_counter() - self._start_s)}"
+        ]
         for name, word in (("loss", "loss"), ("validation_loss", "validation loss")):
             if name in self._last:
                 words.append(f"{word} {self._last[name]:.4f}")
-        self._say(f"{'done' if trainer.is_done else f'stopped at step {trainer.step}'}: {', '.join(words)}")
+        self._print(f"{'done' if trainer.is_done else f'stopped at step {trainer.step}'}: {', '.join(words)}")
 
-    def _say(self, words: str) -> None:
+    def _print(self, text: str) -> None:
         if self._console.is_terminal:
-            self._console.print(words, highlight=False, markup=False)
+            self._console.print(text, highlight=False, markup=False)
         else:
-            # Not through rich: it would break lines at a width that no file has, and take as long as all else together.
-            print(words, file=self._console.file, flush=True)
+            # Not through rich: it would wrap lines in a file, and take as long as everything else together.
+            print(text, file=self._console.file, flush=True)
 
 
 class _Screen:
-    """The table and the bar, drawn in place."""
+    """The table and the progress bar, drawn in place."""
 
     def __init__(self, console: Console, trainer: Trainer) -> None:
         self._console, self._steps = console, trainer.run.schedule.steps
         self._columns = columns_of(trainer)
-        self._every = _nice((self._steps - trainer.step) / _ROWS)
+        self._every = _round_up((self._steps - trainer.step) / _ROWS)
         self._rows: deque[dict[str, float]] = deque(maxlen=_ROWS)
         self._now: dict[str, float] = {"step": trainer.step}
         self._validation: dict[str, float] = {}
         self._left_s: float | None = None
         self._drawn_s = self._pause_s = 0.0
-        # Drawn when there is something new, not by a thread that would take its time from the step.
+        # Drawn when there is something new, not by a thread that would slow down the steps.
         self._live = Live(console=console, auto_refresh=False)
-        atexit.register(self._live.stop)  # a run that fails leaves the cursor as it was
+        atexit.register(self._live.stop)  # restores the cursor if the run fails
         self._live.start()
         self._draw()
 
-    def add(self, figures: dict[str, float], left_s: float) -> None:
-        # A row tells the newest evaluation up to it.
-        self._validation |= {name: v for name, v in figures.items() if name == "validation_loss"}
+    def add(self, metrics: dict[str, float], left_s: float) -> None:
+        # A row shows the newest evaluation up to it.
+        self._validation |= {name: v for name, v in metrics.items() if name == "validation_loss"}
         before = self._now["step"]
-        self._now, self._left_s = figures, left_s
-        if figures["step"] // self._every > before // self._every:
-            self._rows.append(self._validation | figures)
-        if time.perf_counter() - self._drawn_s > self._pause_s or figures["step"] == self._steps:
+        self._now, self._left_s = metrics, left_s
+        if metrics["step"] // self._every > before // self._every:
+            self._rows.append(self._validation | metrics)
+        if time.perf_counter() - self._drawn_s > self._pause_s or metrics["step"] == self._steps:
             self._draw()
 
     def close(self) -> None:
@@ -126,7 +130,7 @@ class _Screen:
         self._pause_s = max(0.2, (self._drawn_s - start_s) / _SHARE)
 
     def _table(self) -> RenderableType:
-        columns = that_fit(self._columns, self._console.width)
+        columns = columns_that_fit(self._columns, self._console.width)
         table = Table.grid(padding=(0, 2, 0, 0))
         for column in columns:
             table.add_column(justify="right", no_wrap=True, min_width=column.width)
@@ -139,7 +143,7 @@ class _Screen:
 
     def _bar(self) -> RenderableType:
         done = int(self._now["step"])
-        left = "" if self._left_s is None else f"{clock(self._left_s)} left" if done < self._steps else ""
+        left = "" if self._left_s is None else f"{duration(self._left_s)} left" if done < self._steps else ""
         words = f"  {done:,} of {self._steps:,}   {done / self._steps:.0%}   {left}"
         bar: Any = ProgressBar(
             self._steps,
@@ -154,15 +158,15 @@ class _Screen:
         return line
 
 
-def _cell(column: Figure, row: dict[str, float], style: str) -> Text:
+def _cell(column: Column, row: dict[str, float], style: str) -> Text:
     return Text(column.text(row), style=style)
 
 
-def _nice(steps: float) -> int:
-    """A round number of steps, at least so many.
+def _round_up(steps: float) -> int:
+    """The next round number of steps.
 
     Example:
-        >>> [_nice(n) for n in (0.3, 3, 70, 101)]
+        >>> [_round_up(n) for n in (0.3, 3, 70, 101)]
         [1, 5, 100, 200]
     """
     size = 1
@@ -173,10 +177,12 @@ def _nice(steps: float) -> int:
         size *= 10
 
 
-def _was_on(trainer: Trainer) -> str:
-    """Of a run that had another grid before, such as that of a host more."""
+def _previous_grid(trainer: Trainer) -> str:
+    """Describe the grid of the checkpoint if it was another one."""
     before, grid = trainer.training.saved_on, trainer.grid
     if before is None or before == grid.shape:
         return ""
     was = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, before, strict=True))
-    return f", which was saved on {math.prod(before)} ranks ({was}); now there are {math.prod(grid.shape)} {grid}"
+    return (
+        f", which was saved on {math.prod(before)} ranks ({was}); this run has {math.prod(grid.shape)} {grid}"
+    )

@@ -1,18 +1,16 @@
-"""The loss on text that is not trained on, the same samples each time."""
+"""The validation loss, on the same samples each time."""
 
 from __future__ import annotations
 
 import torch
 
 from fourfold.data.loader import Loader
-from fourfold.data.mixture import open_mixture
-from fourfold.parallel.loss import count_labels
-from fourfold.train.loop.trainer import Callback, StepResult, Trainer
+from fourfold.train.loop.trainer import Callback, StepResult, Trainer, open_data
 from fourfold.weights.api import evaluating
 
 
 class Evaluation(Callback):
-    """Every so many steps, and at the end; the mean over the tokens of all its samples."""
+    """Every ``every_steps`` steps and at the end: the mean over the tokens of all samples."""
 
     def __init__(self, sequences: int, every_steps: int | None) -> None:
         self._sequences, self._every = sequences, every_steps
@@ -20,31 +18,24 @@ class Evaluation(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         run, grid = trainer.run, trainer.grid
-        sources = [(source.path, source.weight) for source in run.data.sources]
-        mixture = open_mixture(sources, length=run.data.sequence_length, seed=run.seed, split="validation")
         if self._sequences % grid.batch_ranks:
             near = -(-self._sequences // grid.batch_ranks) * grid.batch_ranks
             raise ValueError(
                 f"evaluation.sequences={self._sequences} does not divide over data*z = {grid.batch_ranks} ranks; use {near}"
             )
-        self._loader = Loader(mixture, grid, self._sequences, read_ahead=0)
+        self._loader = Loader(open_data(run, "validation"), grid, self._sequences, read_ahead=0)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if trainer.is_done or (self._every is not None and result.step % self._every == 0):
-            with trainer.beside("evaluation"):
-                result.figures["validation_loss"] = self.loss(trainer)
+            with trainer.timed("evaluation"):
+                result.metrics["validation_loss"] = self.loss(trainer)
 
     def loss(self, trainer: Trainer) -> float:
-        """In as many rows at a time as a training step takes, so that evaluation needs no more memory."""
+        """Evaluate in micro-batches of the training step's size, so that evaluation needs no more memory."""
         assert self._loader is not None
-        batch = self._loader.read(0)
-        inputs = {name: rows.to(trainer.grid.device) for name, rows in batch.inputs.items()}
-        counted = count_labels(inputs["labels"], trainer.grid, shift=True)
-        at_a_time = trainer.rows_at_a_time
-        parts = zip(*(rows.split(at_a_time) for rows in inputs.values()), strict=True)
+        counted, parts = trainer.split(self._loader.read(0))
         total = torch.zeros((), device=trainer.grid.device)
         with evaluating(trainer.model):
-            for rows in parts:
-                part = dict(zip(inputs, rows, strict=True))
-                total += trainer.model(**part, num_items_in_batch=counted).loss
+            for part in parts:
+                total += trainer.model(**part, num_items_in_batch=counted.clamp(min=1)).loss
         return float(total)

@@ -1,4 +1,4 @@
-"""MFU: a model's FLOPs against a device's data sheet. A device that is not known has none."""
+"""MFU: a model's FLOPs relative to the peak of a device's data sheet. Unknown devices have none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.workload import from_config
 
-# What torch.cuda.get_device_name says, and the preset whose device that is. PCIe cards are slower, and not here.
+# Pattern of torch.cuda.get_device_name, and the preset with that device. PCIe cards are slower, and not listed.
 _PRESET_OF = (
     (r"A100.*SXM", "perlmutter-80g"),
     (r"GH200", "alps-gh200"),
@@ -44,7 +44,7 @@ def peak_by_name(name: str) -> float | None:
 
 
 def flops_per_token(model: nn.Module, length: int) -> float | None:
-    """Of forward and backward, as the planner counts them; None for a family that it does not know."""
+    """FLOPs of forward and backward, as the planner counts them; None for a family that it does not know."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return None

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from fourfold.profiling.timeline import timeline
 from fourfold.train.loop.trainer import Callback, Trainer
 
-_RANKS = 16  # so many ranks write: the ones of a node or two, which stand for the others
+_RANKS = 16  # that write: those of a node or two, which represent the others
 
 
 class Profile(Callback):
-    """``step-000010-rank-0.json`` and so on, of the steps from ``first`` to ``last``. Such a step takes longer."""
+    """Writes ``step-000010-rank-0.json`` and so on, for the steps from ``first`` to ``last``. Profiled steps take longer."""
 
     def __init__(self, folder: Path, first: int, last: int) -> None:
         self._folder, self._first, self._last = folder, first, last

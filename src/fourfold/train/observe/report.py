@@ -1,4 +1,4 @@
-"""The report of a run: its facts at the start, a page at the end, and again from the files at any time."""
+"""The HTML report of a run: written at its end, and from its files at any time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from fourfold import files
 from fourfold.mesh.axes import AXES
 from fourfold.planner.dry_run_estimate import target_of
 from fourfold.planner.inputs import cluster as clusters
@@ -15,16 +16,16 @@ from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.show.compare import Comparison, Run, compare
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.observe.meter import is_logged
-from fourfold.train.observe.metrics import read_metrics, replace_file
+from fourfold.train.observe.metrics import read_metrics
 from fourfold.train.observe.report_page import page
-from fourfold.train.observe.run_metadata import read_facts, save_facts, write_facts
+from fourfold.train.observe.run_metadata import read_run_metadata, record_start, write_run_metadata
 
 REPORT = "report.html"
-WARM_UP = 2  # lines after a start that say nothing of the steps to come
+WARM_UP = 2  # lines after a start, whose steps are slower
 
 
 class RunReport(Callback):
-    """``run.json`` when the run starts, ``report.html`` when it ends. Put it behind all others."""
+    """Writes ``run.json`` when the run starts, ``report.html`` when it ends. Put it after all other callbacks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -34,73 +35,71 @@ class RunReport(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         self._start_s = time.perf_counter()
-        # A run that is done already has its report.
+        # A run that has no steps left has its report.
         self._writes = trainer.is_first and not trainer.is_done
         if self._writes:
-            write_facts(self._folder, trainer)
+            record_start(self._folder, trainer)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if self._writes and is_logged(trainer, result.step):
-            self._logged_s = dict(trainer.beside_s)
+            self._logged_s = dict(trainer.timed_s)
 
     def on_end(self, trainer: Trainer) -> None:
         if not self._writes:
             return
-        facts = read_facts(self._folder)
-        facts["starts"][-1] |= {
+        metadata = read_run_metadata(self._folder)
+        metadata["starts"][-1] |= {
             "until_step": trainer.step,
             "seconds": time.perf_counter() - self._start_s,
             # The last checkpoint comes after the last line.
             "unlogged_s": {
-                what: s - self._logged_s.get(what, 0.0)
-                for what, s in trainer.beside_s.items()
-                if s > self._logged_s.get(what, 0.0)
+                activity: s - self._logged_s.get(activity, 0.0)
+                for activity, s in trainer.timed_s.items()
+                if s > self._logged_s.get(activity, 0.0)
             },
         }
-        save_facts(self._folder, facts)
+        write_run_metadata(self._folder, metadata)
         try:
-            # At once what was measured; then, where a cluster is known, the same with the prediction, which takes a dry run.
-            # Not for a run that is only stopped: somebody waits for its ranks.
+            # First without the prediction, which takes a dry run; it is added if a cluster is given. Not for a run that is
+            # only stopped: its ranks are wanted elsewhere.
             path = write_report(self._folder, cluster=None)
             if trainer.run.grid.cluster is not None and trainer.is_done:
                 write_report(self._folder, cluster=trainer.run.grid.cluster)
             print(f"report: {path}", flush=True)
-        except ValueError as reason:  # the run itself is done, and saved
+        except ValueError as reason:  # the run itself is done and saved
             print(f"no report: {reason}", flush=True)
 
 
 def write_report(folder: Path, cluster: str | None) -> Path:
-    """The page of a run, from the files that it left; against its prediction on ``cluster``, if one is given."""
-    facts, metrics = read_facts(folder), read_metrics(folder)
+    """Write the report from the files of a run, with a prediction on ``cluster`` if one is given."""
+    metadata, metrics = read_run_metadata(folder), read_metrics(folder)
     if not metrics:
-        raise ValueError(f"{folder} has no line of a step yet; run at least [logging] every_steps steps")
+        raise ValueError(f"{folder} has no metrics of a step yet; run at least [logging] every_steps steps")
     path = folder / REPORT
-    replace_file(
-        path, page(facts, metrics, times_of(facts, metrics), against(facts, metrics, cluster)).encode()
-    )
+    comparison = compare_with_prediction(metadata, metrics, cluster)
+    files.write_atomically(path, page(metadata, metrics, times_of(metadata, metrics), comparison))
     return path
 
 
-def times_of(facts: dict[str, Any], metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds of the whole run by what they went to, on rank 0."""
+def times_of(metadata: dict[str, Any], metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds of the whole run on rank 0, by part."""
     total_s: defaultdict[str, float] = defaultdict(float)
     for line in metrics:
-        parts_s = parts_of(line)
-        for part, s in parts_s.items():
+        for part, s in parts_of(line).items():
             total_s[part] += s * line["steps"]
-        for part in _BESIDE:
+        for part in _BETWEEN_STEPS:
             total_s[part] += line.get(f"{part}_s", 0.0)
-    for start in facts["starts"]:
-        for part in _BESIDE:
+    for start in metadata["starts"]:
+        for part in _BETWEEN_STEPS:
             total_s[part] += start.get("unlogged_s", {}).get(part, 0.0)
-    known = [start["seconds"] for start in facts["starts"] if "seconds" in start]
-    if len(known) == len(facts["starts"]):  # none of them was killed
+    known = [start["seconds"] for start in metadata["starts"] if "seconds" in start]
+    if len(known) == len(metadata["starts"]):  # none of them was killed
         total_s["other"] = max(0.0, sum(known) - sum(total_s.values()))
     return dict(total_s)
 
 
 def parts_of(line: dict[str, float]) -> dict[str, float]:
-    """The seconds of a step: waiting, and computation for what remains."""
+    """The seconds of a step: waits, and compute for the rest."""
     waits_s = {
         f"exposed {axis}": line[f"exposed_{axis}_s"] for axis in reversed(AXES) if f"exposed_{axis}_s" in line
     }
@@ -108,17 +107,19 @@ def parts_of(line: dict[str, float]) -> dict[str, float]:
     return {"compute": max(0.0, line["seconds"] - sum(waits_s.values())), **waits_s}
 
 
-def against(facts: dict[str, Any], metrics: list[dict[str, float]], cluster: str | None) -> Comparison | str:
-    """The usual step held against its prediction, or the reason why there is none."""
+def compare_with_prediction(
+    metadata: dict[str, Any], metrics: list[dict[str, float]], cluster: str | None
+) -> Comparison | str:
+    """A typical step compared with its prediction, or the reason why there is none."""
     if cluster is None:
-        return "No cluster is given to predict it on: set grid.cluster in the run's file, or give `fourfold report --cluster`."
-    layout = Layout(**facts["layout"])
-    steps = usual(facts, metrics)
+        return "No cluster is given to predict it on: set grid.cluster in the run config, or give `fourfold report --cluster`."
+    layout = Layout(**metadata["layout"])
+    steps = typical_steps(metadata, metrics)
     if not steps:
-        return f"There is no line of a step after the first {WARM_UP}, which are slower: nothing to compare."
-    config = facts["config"]
+        return f"There are no metrics after the first {WARM_UP} lines, whose steps are slower: nothing to compare."
+    config = metadata["config"]
     run = Run(
-        facts["model"],
+        metadata["model"],
         layout,
         config["batch"]["tokens"] // config["data"]["sequence_length"],
         config["data"]["sequence_length"],
@@ -128,23 +129,23 @@ def against(facts: dict[str, Any], metrics: list[dict[str, float]], cluster: str
     )
     try:
         machines = clusters.load(cluster)
-        if (target_of(machines) == "cpu") != (facts["device"] == "CPU"):
-            return f"It ran on {facts['device']}, and {machines.name} has {machines.device.name}: there is nothing to compare."
+        if (target_of(machines) == "cpu") != (metadata["device"] == "CPU"):
+            return f"It ran on {metadata['device']}, and {machines.name} has {machines.device.name}: there is nothing to compare."
         return compare(run, machines)
     except (ValueError, OSError, RuntimeError) as error:
         return f"No prediction: {error}"
 
 
-_BESIDE = ("evaluation", "checkpoint")
+_BETWEEN_STEPS = ("evaluation", "checkpoint")
 _PARTS = ("compute", *(f"exposed {axis}" for axis in reversed(AXES)))
 
 
-def usual(facts: dict[str, Any], metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    """The lines since the last start, on whose grid they were, without its first ones: of these the middle half by time.
+def typical_steps(metadata: dict[str, Any], metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The metrics since the last start, without the first ones: the middle half of these by time.
 
-    Their means are near the medians, and unlike those of parts and whole they add up.
+    Their means are near the medians, and unlike medians the means of the parts add up to the mean of the step.
     """
-    lines = [line for line in metrics if line["step"] > facts["starts"][-1]["step"]][WARM_UP:]
+    lines = [line for line in metrics if line["step"] > metadata["starts"][-1]["step"]][WARM_UP:]
     lines.sort(key=lambda line: line["seconds"])
     quarter = len(lines) // 4
     return lines[quarter : len(lines) - quarter]

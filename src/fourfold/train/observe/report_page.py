@@ -1,4 +1,4 @@
-"""A run as one page to look at: its curves, where its time went, what was predicted, what it was."""
+"""The HTML report: curves, where the time went, the prediction, and the run config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fourfold.planner.show.charts import (
 )
 from fourfold.planner.show.compare import Comparison, in_words
 from fourfold.planner.show.tables import seconds, signed
-from fourfold.train.observe.columns import clock
+from fourfold.train.observe.columns import duration
 from fourfold.train.observe.run_metadata import amount
 
 _BLUE, _ORANGE, _TEAL, _PURPLE = "#4c78a8", "#f58518", "#54a24b", "#b279a2"
@@ -36,13 +36,13 @@ _PART_COLOURS = {
     "checkpoint": "#79706e",
     "other": "#b6c3d1",
 }
-Lines = Sequence[Mapping[str, float]]
+Metrics = Sequence[Mapping[str, float]]
 
 
 def page(
-    about: Mapping[str, Any], metrics: Lines, times_s: Mapping[str, float], seen: Comparison | str
+    about: Mapping[str, Any], metrics: Metrics, times_s: Mapping[str, float], comparison: Comparison | str
 ) -> str:
-    """``about`` is what ``run.json`` says, ``metrics`` the lines of ``metrics.jsonl``."""
+    """``about`` is the content of ``run.json``, ``metrics`` that of ``metrics.jsonl``."""
     title = f"{about['name']}, {amount(about['parameters'])} parameters"
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -55,53 +55,53 @@ def page(
         "</div>",
         "<h2>Where the time went</h2>",
         *_times(about, times_s),
-        "<h2>A step against its prediction</h2>",
-        *_against(seen),
+        "<h2>A step and its prediction</h2>",
+        *_prediction(comparison),
         "<h2>The run</h2>",
-        facts(_facts(about)),
+        facts(_run_config(about)),
     ]
     return document(title, parts)
 
 
-def _state(about: Mapping[str, Any], metrics: Lines) -> str:
+def _state(about: Mapping[str, Any], metrics: Metrics) -> str:
     planned, last = about["config"]["schedule"]["steps"], int(metrics[-1]["step"])
     starts = about["starts"]
     began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(starts[0]["time"]))
     words = [f"{last:,} of {planned:,} steps on {Layout(**about['layout'])}", f"started {began}"]
     if len(starts) > 1:
-        words.append("resumed behind step " + ", ".join(f"{s['step']:,}" for s in starts[1:]))
+        words.append("resumed from step " + ", ".join(f"{s['step']:,}" for s in starts[1:]))
     broken = sum(not math.isfinite(line["loss"]) for line in metrics)
     if broken:
-        words.append(f"{broken:,} lines without a finite loss")
+        words.append(f"{broken:,} steps without a finite loss")
     return "; ".join(words) + "."
 
 
-def _headline(about: Mapping[str, Any], metrics: Lines) -> dict[str, str]:
+def _headline(about: Mapping[str, Any], metrics: Metrics) -> dict[str, str]:
     last = metrics[-1]
-    figures = {"loss": f"{last['loss']:.4f}"}
+    values = {"loss": f"{last['loss']:.4f}"}
     validation = [line["validation_loss"] for line in metrics if "validation_loss" in line]
     if validation:
-        figures["validation loss"] = f"{validation[-1]:.4f}"
-    figures["tokens/s, median"] = f"{median(line['tokens_per_s'] for line in metrics):,.0f}"
-    figures["a step, median"] = seconds(median(line["seconds"] for line in metrics))
+        values["validation loss"] = f"{validation[-1]:.4f}"
+    values["tokens/s, median"] = f"{median(line['tokens_per_s'] for line in metrics):,.0f}"
+    values["step, median"] = seconds(median(line["seconds"] for line in metrics))
     if "mfu" in last:
-        figures["MFU, median"] = f"{median(line['mfu'] for line in metrics if 'mfu' in line):.1%}"
+        values["MFU, median"] = f"{median(line['mfu'] for line in metrics if 'mfu' in line):.1%}"
     is_cpu = about["device"] == "CPU"
     memory = max(line.get("memory_bytes", 0.0) for line in metrics)
-    figures["resident, rank 0" if is_cpu else "peak memory, rank 0"] = f"{memory / 2**30:.2f} GiB"
+    values["resident, rank 0" if is_cpu else "peak memory, rank 0"] = f"{memory / 2**30:.2f} GiB"
     if "tokens" in last:
-        figures["tokens"] = amount(last["tokens"])
+        values["tokens"] = amount(last["tokens"])
     known = [start["seconds"] for start in about["starts"] if "seconds" in start]
     if len(known) == len(about["starts"]):
-        figures["in all"] = clock(sum(known))
-    return figures
+        values["total time"] = duration(sum(known))
+    return values
 
 
-def _points(metrics: Lines, name: str) -> list[tuple[float, float]]:
+def _points(metrics: Metrics, name: str) -> list[tuple[float, float]]:
     return [(line["step"], line[name]) for line in metrics if name in line]
 
 
-def _loss(metrics: Lines) -> list[str]:
+def _loss(metrics: Metrics) -> list[str]:
     losses, validation = _points(metrics, "loss"), _points(metrics, "validation_loss")
     shown = [
         Curve("this step", _BLUE, losses, is_faint=True),
@@ -119,12 +119,12 @@ def _loss(metrics: Lines) -> list[str]:
     ]
 
 
-def _small(metrics: Lines) -> list[str]:
+def _small(metrics: Metrics) -> list[str]:
     out = []
     for heading, name, colour, from_zero in (
-        ("Tokens a second", "tokens_per_s", _TEAL, True),
+        ("Tokens per second", "tokens_per_s", _TEAL, True),
         ("Learning rate", "learning_rate", _PURPLE, True),
-        ("Norm of the gradients", "gradient_norm", _BLUE, True),
+        ("Gradient norm", "gradient_norm", _BLUE, True),
         ("Memory of rank 0, GiB", "memory_bytes", "#79706e", True),
     ):
         points = _points(metrics, name)
@@ -150,29 +150,29 @@ def _times(about: Mapping[str, Any], times_s: Mapping[str, float]) -> list[str]:
         for_any_screen(lambda width: bars([("", parts)], _PART_COLOURS, _span, label=8, width=width)),
         f"<table class=parts><tr><th>part<th>time<th>share{rows}<tr><td>all<td>{_span(total_s)}<td>100%</table>",
     ]
-    notes = ["Exposed is what rank 0 stood waiting for an axis; computation is the rest of the steps."]
+    notes = ["Exposed is the time that rank 0 waited for an axis; computation is the rest of the steps."]
     if about["device"] != "CPU":
-        notes.append("Waiting for data is the host's; the device may have been busy meanwhile.")
+        notes.append("Waiting for data is measured on the host; the device may have been busy meanwhile.")
     if about["device"] != "CPU" and about["layout"]["weights"] == "fsdp2":
-        notes.append("FSDP2 waits between its own streams, which counts as computation here.")
+        notes.append("Waits of FSDP2 between its own streams count as computation here.")
     if "other" not in times_s:
         notes.append(
-            "The run, or a start of it, has not come to its end: what it spent beside its lines is not here."
+            "The run, or a start of it, did not end normally: its time outside of logged steps is not included."
         )
     return [*out, f"<p class=note>{' '.join(notes)}</p>"]
 
 
 def _span(span_s: float) -> str:
-    return seconds(span_s) if span_s < 100 else clock(span_s)
+    return seconds(span_s) if span_s < 100 else duration(span_s)
 
 
-def _against(seen: Comparison | str) -> list[str]:
-    if isinstance(seen, str):
-        return [f"<p class=note>{escape(seen)} The step above is measured alone.</p>"]
-    run = seen.run
+def _prediction(comparison: Comparison | str) -> list[str]:
+    if isinstance(comparison, str):
+        return [f"<p class=note>{escape(comparison)} The step above is measured only.</p>"]
+    run = comparison.run
     rest_s = max(0.0, run.step_s - sum(run.parts_s.values()))
     measured = _named({**run.parts_s, "other": rest_s})
-    predicted = _named({**seen.predicted_s, "other": 0.0})
+    predicted = _named({**comparison.predicted_s, "other": 0.0})
     shown = [part for part in measured if measured[part] or predicted[part]]
     rows = [
         (name, {p: parts[p] for p in shown})
@@ -183,18 +183,18 @@ def _against(seen: Comparison | str) -> list[str]:
         f"<td>{signed(measured[part] - predicted[part])}<td>{(measured[part] - predicted[part]) / run.step_s:+.1%}"
         for part in shown
     )
-    gap_s = run.step_s - seen.predicted_step_s
+    gap_s = run.step_s - comparison.predicted_step_s
     cells += (
-        f"<tr><td>step<td>{seconds(seen.predicted_step_s)}<td>{seconds(run.step_s)}<td>{signed(gap_s)}"
+        f"<tr><td>step<td>{seconds(comparison.predicted_step_s)}<td>{seconds(run.step_s)}<td>{signed(gap_s)}"
         f"<td>{gap_s / run.step_s:+.1%}"
     )
     return [
         keys({part: _PART_COLOURS[part] for part in shown}),
         for_any_screen(lambda width: bars(rows, _PART_COLOURS, seconds, label=90, width=width)),
-        f"<table class=parts><tr><th>part of a step<th>predicted<th>measured<th>gap<th>of the step{cells}</table>",
-        f"<p>{escape(in_words(seen))}</p>",
-        f"<p class=note>Means of the middle half of rank 0's steps since the last start; the prediction is a simulation over the dry run of "
-        f"this layout on {escape(seen.cluster.name)}.</p>",
+        f"<table class=parts><tr><th>part of a step<th>predicted<th>measured<th>gap<th>share of the step{cells}</table>",
+        f"<p>{escape(in_words(comparison))}</p>",
+        f"<p class=note>Means of the middle half of rank 0's steps since the last start; the prediction is a simulation of the dry run of "
+        f"this layout on {escape(comparison.cluster.name)}.</p>",
     ]
 
 
@@ -202,7 +202,7 @@ def _named(parts_s: Mapping[str, float]) -> dict[str, float]:
     return {"computation" if part == "compute" else part: s for part, s in parts_s.items()}
 
 
-def _facts(about: Mapping[str, Any]) -> dict[str, str]:
+def _run_config(about: Mapping[str, Any]) -> dict[str, str]:
     config = about["config"]
     batch, length = config["batch"]["tokens"], config["data"]["sequence_length"]
     shape = about["model"]
@@ -226,9 +226,9 @@ def _facts(about: Mapping[str, Any]) -> dict[str, str]:
             f"{source['path']} ({amount(source['tokens'])} tokens, weight {source['weight']:g})"
             for source in about["data"]
         ),
-        "batch": f"{batch // length:,} sequences of {length:,} tokens ({amount(batch)} tokens a step)",
+        "batch": f"{batch // length:,} sequences of {length:,} tokens ({amount(batch)} tokens per step)",
         "precision": f"{config['engine']['precision']}, activation checkpointing: {config['engine']['activation_checkpointing']}",
-        "optimizer": f"{optimizer['name']}, rate {optimizer['lr']:g}, weight decay {optimizer['weight_decay']:g}{clipped}",
+        "optimizer": f"{optimizer['name']}, learning rate {optimizer['lr']:g}, weight decay {optimizer['weight_decay']:g}{clipped}",
         "schedule": f"{schedule['kind']} over {schedule['steps']:,} steps, {schedule['warmup_steps']:,} of warm-up",
         "seed": str(config["seed"]),
         "versions": ", ".join(f"{name} {version}" for name, version in about["versions"].items()),

@@ -1,4 +1,4 @@
-"""What a run is, for people: in a line on the screen, and in ``run.json`` beside its metrics."""
+"""Metadata of a run: a line for the console, and ``run.json`` next to its metrics."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
+from fourfold import files
 from fourfold.checkpoint.state import versions
 from fourfold.data.manifest import DatasetManifest
 from fourfold.profiling.step_report import describe_layout
 from fourfold.train.loop.trainer import Trainer
-from fourfold.train.observe.metrics import replace_file
 
-FACTS = "run.json"
+RUN_METADATA = "run.json"
 
 
-def facts_of(trainer: Trainer) -> dict[str, Any]:
-    """All that the report needs beside the figures of the steps."""
+def run_metadata(trainer: Trainer) -> dict[str, Any]:
+    """All that the report needs in addition to the metrics of the steps."""
     run, grid = trainer.run, trainer.grid
     config: Any = trainer.model.config
     return {
         "model": config.to_dict(),
         "name": trainer.report.model,
-        "parameters": parameters(trainer),
+        "parameters": parameter_count(trainer),
         "layout": describe_layout(
             trainer.model,
             grid,
@@ -34,7 +34,7 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
             run.engine.activation_checkpointing,
             run.engine.keep_weights_bytes,
         )
-        | {"data": grid.data * trainer.replicas},
+        | {"data": grid.data * trainer.replicas.planned},
         "data": [
             {
                 "path": str(source.path),
@@ -49,40 +49,39 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def write_facts(folder: Path, trainer: Trainer) -> None:
-    """A resumed run adds its start to those before it."""
-    before = read_facts(folder)["starts"] if trainer.step and (folder / FACTS).exists() else []
+def record_start(folder: Path, trainer: Trainer) -> None:
+    """Write ``run.json``; a resumed run adds its start to those before it."""
+    resumes = trainer.step and (folder / RUN_METADATA).exists()
+    before = read_run_metadata(folder)["starts"] if resumes else []
     start = {"step": trainer.step, "time": time.time(), "grid": list(trainer.grid.shape)}
-    save_facts(folder, {**facts_of(trainer), "starts": [*before, start]})
+    write_run_metadata(folder, {**run_metadata(trainer), "starts": [*before, start]})
 
 
-def save_facts(folder: Path, facts: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / FACTS, json.dumps(facts, indent=1, default=str).encode())
+def write_run_metadata(folder: Path, metadata: dict[str, Any]) -> None:
+    files.write_atomically(folder / RUN_METADATA, json.dumps(metadata, indent=1, default=str))
 
 
-def read_facts(folder: Path) -> dict[str, Any]:
-    path = folder / FACTS
+def read_run_metadata(folder: Path) -> dict[str, Any]:
+    path = folder / RUN_METADATA
     if not path.exists():
-        raise ValueError(f"there is no {path}; give the folder that [logging] folder of the run's file names")
-    facts: dict[str, Any] = json.loads(path.read_text())
-    return facts
+        raise ValueError(f"there is no {path}; give the [logging] folder of the run config")
+    return files.read_json(path)
 
 
-def in_words(trainer: Trainer) -> str:
-    """The run in a line."""
+def describe_run(trainer: Trainer) -> str:
+    """The run in one line."""
     run, grid = trainer.run, trainer.grid
     ranks = grid.mesh.size()
-    words = [
-        f"{trainer.report.model}, {amount(parameters(trainer))} parameters",
+    parts = [
+        f"{trainer.report.model}, {amount(parameter_count(trainer))} parameters",
         f"{ranks} rank{'s' if ranks > 1 else ''} {grid}",
-        f"{run.sequences} x {run.data.sequence_length} tokens a step",
+        f"{run.sequences} x {run.data.sequence_length} tokens per step",
         f"{run.engine.precision} on {device_name(grid.device)}",
     ]
-    return " · ".join(words)
+    return " · ".join(parts)
 
 
-def parameters(trainer: Trainer) -> int:
+def parameter_count(trainer: Trainer) -> int:
     return sum(math.prod(layout.shape) for layout in trainer.report.layouts.values())
 
 

@@ -1,6 +1,6 @@
-"""Figures of steps to where teams keep them: Weights & Biases, MLflow. Each is an extra, imported if asked for.
+"""Experiment trackers: Weights & Biases, MLflow. Each is an extra, imported if it is configured.
 
-The id of a run there is kept in ``trackers.json`` beside the metrics, so that a resumed run goes on under the same.
+The tracker's id of a run is kept in ``trackers.json`` next to the metrics, so that a resumed run continues under the same id.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fourfold import files
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.observe.meter import is_logged
-from fourfold.train.observe.metrics import figures_of, replace_file, shown
-from fourfold.train.observe.run_metadata import facts_of
+from fourfold.train.observe.metrics import step_metrics, with_groups
+from fourfold.train.observe.run_metadata import run_metadata
 
 _IDS = "trackers.json"
 
 
 class WeightsAndBiases(Callback):
-    """Under a project; with WANDB_MODE=offline into the folder, for ``wandb sync`` later."""
+    """Logs to a project; with WANDB_MODE=offline to the folder, for ``wandb sync`` later."""
 
     def __init__(self, project: str, folder: Path) -> None:
         check_installed("wandb", "wandb", "logging.wandb_project")
@@ -45,7 +46,7 @@ class WeightsAndBiases(Callback):
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if self._run is not None and is_logged(trainer, result.step):
-            self._run.log(shown(figures_of(result)), step=result.step)
+            self._run.log(with_groups(step_metrics(result)), step=result.step)
 
     def on_end(self, trainer: Trainer) -> None:
         if self._run is not None:
@@ -54,7 +55,7 @@ class WeightsAndBiases(Callback):
 
 
 class MLflow(Callback):
-    """At a tracking address: http://..., or a database or folder. Figures are sent by a thread of MLflow's."""
+    """Logs to a tracking URI: http://..., a database or a folder. A thread of MLflow's sends the metrics."""
 
     def __init__(self, uri: str, folder: Path, experiment: str = "fourfold") -> None:
         check_installed("mlflow", "mlflow", "logging.mlflow_uri")
@@ -67,12 +68,11 @@ class MLflow(Callback):
     def on_start(self, trainer: Trainer) -> None:
         if not trainer.is_first:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._mlflow = import_module("mlflow")
         try:
             self._open(trainer)
         except self._mlflow.MlflowException as error:
-            raise ValueError(f"logging.mlflow_uri={self._uri}: MLflow refuses: {error}") from None
+            raise ValueError(f"logging.mlflow_uri={self._uri}: MLflow rejects it: {error}") from None
 
     def _open(self, trainer: Trainer) -> None:
         self._client = self._mlflow.MlflowClient(tracking_uri=self._uri)
@@ -93,31 +93,34 @@ class MLflow(Callback):
             return
         metric = self._mlflow.entities.Metric
         now_ms = round(time.time() * 1e3)
-        # Some of its stores refuse what is no number.
-        figures = {name: v for name, v in shown(figures_of(result)).items() if math.isfinite(v)}
-        metrics = [metric(name, value, now_ms, result.step) for name, value in figures.items()]
+        # Some of its stores reject NaN and Inf.
+        finite = {name: v for name, v in with_groups(step_metrics(result)).items() if math.isfinite(v)}
+        metrics = [metric(name, value, now_ms, result.step) for name, value in finite.items()]
         self._last = self._client.log_batch(self._run_id, metrics=metrics, synchronous=False)
 
     def on_end(self, trainer: Trainer) -> None:
         if self._client is not None:
             if self._last is not None:
-                self._last.wait()  # they are sent in their order
+                self._last.wait()  # they are sent in order
             self._client.set_terminated(self._run_id)
             self._client = None
 
 
 def check_installed(module: str, extra: str, option: str) -> None:
-    """Every rank looks, so that all refuse alike; the one that uses a package imports it."""
+    """Raise on every rank if a package is missing; only the rank that uses it imports it."""
     if find_spec(module) is None:
         raise ValueError(
-            f"{option} needs the package {module}, which is not installed; pip install 'fourfold[{extra}]', or leave "
-            "the option away"
+            f"{option} needs the package {module}, which is not installed; pip install 'fourfold[{extra}]', or remove "
+            "the option"
         )
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
-    facts = facts_of(trainer)
-    return {**facts["config"], **{key: facts[key] for key in ("name", "parameters", "device", "versions")}}
+    metadata = run_metadata(trainer)
+    return {
+        **metadata["config"],
+        **{key: metadata[key] for key in ("name", "parameters", "device", "versions")},
+    }
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -128,11 +131,9 @@ def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _known_id(folder: Path, tracker: str) -> str | None:
-    path = folder / _IDS
-    return json.loads(path.read_text()).get(tracker) if path.exists() else None
+    return files.read_json(folder / _IDS, default={}).get(tracker)
 
 
 def _keep_id(folder: Path, tracker: str, run_id: str) -> None:
-    path = folder / _IDS
-    known = json.loads(path.read_text()) if path.exists() else {}
-    replace_file(path, json.dumps({**known, tracker: run_id}).encode())
+    known = files.read_json(folder / _IDS, default={})
+    files.write_atomically(folder / _IDS, json.dumps({**known, tracker: run_id}))

@@ -1,10 +1,10 @@
-"""The state of a rank, from the rank at the same place of another replica: JSON and raw bytes over a socket, never pickle.
+"""Copy the state of a rank from the rank with the same index in another replica: JSON and raw bytes, never pickle.
 
     the step, 8 bytes  ->
                        <-  the length of a table, 8 bytes; the table; the bytes of its tensors; their hash, 16 bytes
 
-torchft's own transports unpickle what a peer sends. Here nothing in it is executed, and memory is taken for tensors that
-this rank has itself.
+torchft's own transports unpickle what a peer sends. Here nothing received is executed, and memory is allocated only for
+tensors that this rank has itself.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any, BinaryIO
 
 import torch
@@ -40,16 +41,15 @@ class CopyError(OSError):
 
 @dataclass(frozen=True)
 class Copied:
-    """What a peer sent, in the memory of the host: its values, and for each name the pieces in their order."""
+    """What a peer sent, in host memory: its values, and for each name the pieces in order and the full shape."""
 
     values: dict[str, Any]
     tensors: dict[str, list[Tensor]]
-    dtypes: dict[str, torch.dtype]
-    whole: dict[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
 
 
 class PeerCopy:
-    """One rank's end of it: serves its state while it is offered, and fetches that of a peer.
+    """One rank's end of a copy: serves its own state while it is offered, and fetches that of a peer.
 
     The methods are those that `torchft.checkpointing.CheckpointTransport` names (0.2.0): ``send_checkpoint`` offers,
     ``disallow_checkpoint`` ends the offer before the weights change, ``recv_checkpoint`` fetches. What torchft hands over
@@ -67,16 +67,16 @@ class PeerCopy:
         self._sending = 0
         threading.Thread(target=self._serve, name="copies for peers", daemon=True).start()
 
-    # -- who has it ---------------------------------------------------------------------------------------------------
+    # -- the rank that has the state ---------------------------------------------------------------------------------------------------
 
     def metadata(self) -> str:
-        """Where a peer finds this rank."""
+        """The address of this rank, for a peer."""
         return f"{self._host}:{self._socket.getsockname()[1]}"
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
     ) -> None:
-        """Offer it; nothing is copied: what is offered does not change before `disallow_checkpoint`."""
+        """Offer the state without a copy: it does not change before `disallow_checkpoint`."""
         (snapshot,) = state_dict["user"].values()
         table, tensors = _table(snapshot, state_dict["torchft"])
         with self._changed:
@@ -86,7 +86,7 @@ class PeerCopy:
     def disallow_checkpoint(self) -> None:
         with self._changed:
             self._offer = None
-            # Each of them ends: its socket has a time-out.
+            # Every transfer ends: its socket has a timeout.
             self._changed.wait_for(lambda: self._sending == 0)
 
     def shutdown(self, wait: bool = True) -> None:
@@ -114,7 +114,7 @@ class PeerCopy:
                     _, table, tensors = self._offer
                     self._sending += 1
             except OSError:
-                return  # who asks is gone
+                return  # the peer is gone
             try:
                 connection.sendall(len(table).to_bytes(_WORD, "little") + table)
                 digest = xxhash.xxh3_128(table)
@@ -129,7 +129,7 @@ class PeerCopy:
                     self._sending -= 1
                     self._changed.notify_all()
 
-    # -- who needs it -------------------------------------------------------------------------------------------------
+    # -- the rank that needs it -------------------------------------------------------------------------------------------------
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
         host, _, port = metadata.rpartition(":")
@@ -142,7 +142,7 @@ class PeerCopy:
 def _table(snapshot: Snapshot, manager: dict[str, int]) -> tuple[bytes, list[Tensor]]:
     tensors = {
         name: {
-            # Of a tensor of which this rank has nothing, any would do.
+            # Any dtype will do for a tensor of which this rank holds nothing.
             "dtype": DTYPE_NAMES[held.shards[0].local.dtype if held.shards else torch.float32],
             "whole": held.global_shape,
             "pieces": [list(piece.local.shape) for piece in held.shards],
@@ -173,28 +173,28 @@ def fetch(stream: BinaryIO, training: TrainState) -> tuple[Copied, dict[str, int
     try:
         table = json.loads(raw)
         manager = {key: int(table["manager"][key]) for key in ("step", "batches_committed")}
-        copied = Copied(dict(table["values"]), {}, {}, {})
+        copied = Copied(dict(table["values"]), {}, {})
         own = _shapes(training)
         for name, fields in table["tensors"].items():
             shapes = [tuple(int(size) for size in shape) for shape in fields["pieces"]]
-            _check_room(name, shapes, own)
-            copied.dtypes[name] = dtype = DTYPES[fields["dtype"]]
-            copied.whole[name] = tuple(int(size) for size in fields["whole"])
+            _check_shapes(name, shapes, own)
+            dtype = DTYPES[fields["dtype"]]
+            copied.shapes[name] = tuple(int(size) for size in fields["whole"])
             copied.tensors[name] = [torch.empty(shape, dtype=dtype) for shape in shapes]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CopyError(f"the table of a peer is not sound ({error!r:.300})") from error
-    for tensor in (t for pieces in copied.tensors.values() for t in pieces):
+        raise CopyError(f"the table of a peer is not valid ({error!r:.300})") from error
+    for tensor in chain.from_iterable(copied.tensors.values()):
         for part in _bytes_of(tensor).split(AT_ONCE_BYTES):
             view = memoryview(part.numpy())
             _fill(stream, view)
             digest.update(view)
     if _exactly(stream, digest.digest_size) != digest.digest():
-        raise CopyError("what a peer sent has not the hash that it sent with it")
+        raise CopyError("what a peer sent does not match the hash that it sent with it")
     return copied, manager
 
 
 def _shapes(training: TrainState) -> dict[str, list[tuple[int, ...]]]:
-    """Of the pieces that this rank has of each of the model's tensors."""
+    """The shapes of the pieces that this rank has of each of the model's tensors."""
     tensors = state.model_tensors(training.model, training.report)
     return {
         name.removeprefix(state.MODEL): [tuple(piece.local.shape) for piece in held.shards]
@@ -202,24 +202,23 @@ def _shapes(training: TrainState) -> dict[str, list[tuple[int, ...]]]:
     }
 
 
-def _check_room(name: str, shapes: list[tuple[int, ...]], own: dict[str, list[tuple[int, ...]]]) -> None:
-    """The pieces are those of the model's own tensor; the optimizer may also have a number for each part of it."""
+def _check_shapes(name: str, shapes: list[tuple[int, ...]], own: dict[str, list[tuple[int, ...]]]) -> None:
+    """Allow only pieces as those of the model's own tensor, or scalars of the optimizer for each part of it."""
     of_model = name.startswith(state.MODEL)
     tensor = name.removeprefix(state.MODEL if of_model else PREFIX)
     mine = own[tensor if of_model else tensor.rpartition(".")[0]]
-    are_numbers = not of_model and len(shapes) <= MAX_PARTS and not any(shapes)
-    if shapes != mine and not are_numbers:
+    are_scalars = not of_model and len(shapes) <= MAX_PARTS and not any(shapes)
+    if shapes != mine and not are_scalars:
         raise ValueError(f"{name} has pieces of {shapes}, here {mine}")
 
 
 def apply(copied: Copied, training: TrainState) -> None:
-    """Make it this rank's state."""
-    stored = {
-        name: TensorStorageMetadata(
-            TensorProperties(dtype=pieces[0].dtype), torch.Size(copied.whole[name]), []
-        )
-        for name, pieces in copied.tensors.items()
-    }
+    """Set this rank's state to the copy."""
+    stored = {}
+    for name, pieces in copied.tensors.items():
+        # A rank may hold nothing of a tensor that has fewer rows than ranks; any dtype will do then.
+        properties = TensorProperties(dtype=pieces[0].dtype if pieces else torch.float32)
+        stored[name] = TensorStorageMetadata(properties, torch.Size(copied.shapes[name]), [])
     targets = state.targets(training, stored, copied.values)
     for name, held in targets.items():
         _copy_into(name, held, copied.tensors[name])
@@ -231,7 +230,9 @@ def _copy_into(name: str, held: LocalShards, pieces: list[Tensor]) -> None:
         raise CopyError(f"a peer has {len(pieces)} pieces of {name}, this rank {len(held.shards)}")
     for mine, theirs in zip(held.shards, pieces, strict=True):
         if mine.local.shape != theirs.shape or mine.local.dtype != theirs.dtype:
-            raise CopyError(f"{name} is {theirs.dtype} of {tuple(theirs.shape)} at a peer, not as here")
+            raise CopyError(
+                f"{name} is {theirs.dtype} of {tuple(theirs.shape)} at a peer, {mine.local.dtype} of {tuple(mine.local.shape)} here"
+            )
         mine.local.copy_(theirs)
 
 

@@ -1,6 +1,6 @@
-"""A request to stop, such as a scheduler's warning before it takes the nodes away: heard by one rank, obeyed by all.
+"""A request to stop, such as a scheduler's warning before preemption: received by one rank, followed by all.
 
-Whether some rank heard it travels on a process group of its own while the next step is computed, so nobody waits for it.
+Ranks agree on a process group of its own while the next step is computed, so no step waits for it.
 """
 
 from __future__ import annotations
@@ -8,42 +8,40 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from fourfold.mesh.agreements import any_rank
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-AGAIN_S = (
-    5.0  # torchrun passes on an interrupt that the terminal has sent to all; one that comes later is meant
-)
+# torchrun forwards an interrupt that the terminal has sent to all processes; only a later one is a second request.
+AGAIN_S = 5.0
 
 
 class StopRequest:
-    """All ranks make it, and ask it after each step."""
+    """Construct it on all ranks, and call `agreed` after each step."""
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
-        # Gloo also beside NCCL: the answer is read on the host, and must not wait for the device.
+        # Gloo also with NCCL: the answer is read on the host, and must not wait for the device.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._heard_s: float | None = None
-        self._asked: tuple[Tensor, Any] | None = None
+        self._requested_s: float | None = None
+        self._pending: Callable[[], bool] | None = None
 
     def request(self, signum: int = 0, frame: FrameType | None = None) -> None:
-        """Stop after this step or the next one; who interrupts again will not wait for it."""
+        """Stop after this step or the next one; a second interrupt stops at once."""
         now_s = time.monotonic()
-        if signum == signal.SIGINT and self._heard_s is not None and now_s - self._heard_s > AGAIN_S:
+        if signum == signal.SIGINT and self._requested_s is not None and now_s - self._requested_s > AGAIN_S:
             raise KeyboardInterrupt
-        if self._heard_s is None:
-            self._heard_s = now_s
+        if self._requested_s is None:
+            self._requested_s = now_s
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """A signal is a request; only the main thread may listen to signals."""
+        """Treat signals as requests; only the main thread can handle signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -55,17 +53,12 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def agreed(self) -> bool:
-        """Had any rank heard a request when it was asked last? The same answer on all of them."""
-        said = self._asked
-        flag = torch.tensor([int(self._heard_s is not None)], dtype=torch.uint8)
-        self._asked = flag, dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True)
-        if said is None:
-            return False
-        said[1].wait()
-        return bool(said[0].item())
+        """Had any rank received a request at the previous call? The answer is the same on all ranks."""
+        previous, self._pending = self._pending, any_rank(self._requested_s is not None, self._group)
+        return previous is not None and previous()
 
     def close(self) -> None:
-        """Let the last question be answered, and end the process group."""
-        if self._asked is not None:
-            self._asked[1].wait()
+        """Wait for the last agreement, and destroy the process group."""
+        if self._pending is not None:
+            self._pending()
         dist.destroy_process_group(self._group)

@@ -1,6 +1,6 @@
-"""Ranks that no layout has a place for: they wait beside the run until it ends, or until the number of ranks changes.
+"""Ranks that the layout does not use: they wait until the run ends, or until the number of ranks changes.
 
-Their hosts stay in the meeting, so that the next layout can use them, and their agents need not know.
+Their hosts stay in the rendezvous, so that the next layout can use them.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from fourfold.train.recovery.stop import SIGNALS
 
-LOOK_S = 1.0
+POLL_S = 1.0
 _ENDED = "ended"
 
 
 def tell_idle(store: Any, is_done: bool) -> None:
-    """On one rank of the run, at its end."""
+    """Tell idle ranks that the run has ended; called on one rank of it."""
     store.set(_ENDED, "done" if is_done else "stopped")
 
 
 def wait_idle(store: Any, rank: int, used: int) -> bool:
-    """Until the run ends: has it all its steps? A request to stop ends this rank alone, which nobody waits for."""
+    """Wait until the run ends; True if it has done all its steps. A request to stop ends this rank alone."""
     print(
-        f"rank {rank} is idle: the layout takes {used} ranks, and would not be whole with more",
+        f"rank {rank} is idle: the layout uses {used} ranks",
         file=sys.stderr,
         flush=True,
     )
@@ -36,7 +36,7 @@ def wait_idle(store: Any, rank: int, used: int) -> bool:
 
     before = {number: signal.signal(number, end) for number in SIGNALS}
     try:
-        while not asked.wait(LOOK_S):
+        while not asked.wait(POLL_S):
             if store.check([_ENDED]):
                 return bool(store.get(_ENDED) == b"done")
         return False

@@ -1,14 +1,13 @@
-"""The slow rank, by name: of the time of its steps, what it did not spend waiting for others.
+"""Stragglers: name the rank that spends more time in its steps than the others, without the time it waits for them.
 
-All ranks of a run do the same work, so a rank that takes longer has a slow device, a busy host or a hot one; everybody else
-waits for it. On an interval all learn the longest time, whose it is, and the mean: three numbers, whatever the number of
-ranks. With FSDP2 on CUDA its waits are not in the account, and no rank seems slower than another.
+All ranks do the same work, so a rank that takes longer has a slow or hot device or a busy host, and all others wait for it.
+On an interval all ranks learn the longest time, its rank, and the mean: three values for any number of ranks. With FSDP2
+on CUDA waits are not measured, and no rank seems slower than another.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,22 +19,22 @@ from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.observe.meter import is_logged
 
 INTERVALS = 3  # that are judged together
-LEAST_S = 1.0  # of them: what else a host does by chance lasts for some tenths of a second
-_RANKS = 1 << 24  # a time in microseconds and a rank in one number
+LEAST_S = 1.0  # of them: random disturbances of a host last for some tenths of a second
+_RANKS = 1 << 24  # packs a time in microseconds and a rank into one integer
 
 
 class Stragglers(Callback):
-    """Named when it is ``factor`` times as slow as the others, over the last three intervals; more, where steps are short.
+    """Names a rank that is ``factor`` times as slow as the others, over the last three intervals; more, if steps are short.
 
-    Steps are disturbed by whatever else a host does, and then they take longer, never shorter. So what counts for the
-    slow one are its good steps, the lower quartile, and for the others those that were disturbed, the upper one.
+    Other work on a host makes steps longer, never shorter. So the lower quartile of the slow rank's steps is compared with
+    the upper quartile of the others'.
     """
 
     def __init__(self, every_steps: int, factor: float) -> None:
         self._every, self._factor = every_steps, factor
-        self._results: list[StepResult] = []  # since the last comparison, as what follows
+        self._is_measured = False
+        self._results: list[StepResult] = []  # of measured steps since the last comparison, as is the next
         self._waits_s: list[float] = []
-        self._before_s = 0.0
         self._own_s: list[list[float]] = []  # of this rank, by interval, the newest last
         self._intervals = INTERVALS
         self.named: dict[int, float] = {}  # rank: how many times as slow
@@ -48,29 +47,33 @@ class Stragglers(Callback):
 
     @contextmanager
     def around_step(self, trainer: Trainer) -> Iterator[None]:
-        # What an evaluation waits for is not of a step. On CUDA a reading waits for the device: one for an interval.
-        is_cuda = trainer.grid.device.type == "cuda"
-        if not is_cuda or not self._results:
-            self._before_s = _waited_s(trainer)
-        yield
-        if not is_cuda or (trainer.step + 1) % self._every == 0:
-            self._waits_s.append(_waited_s(trainer) - self._before_s)
+        # On CUDA measuring waits for the device: once per interval.
+        self._is_measured = trainer.grid.device.type != "cuda" or (trainer.step + 1) % self._every == 0
+        if not self._is_measured:
+            yield
+            return
+        with trainer.grid.collectives.counting() as entries:
+            yield
+        self._waits_s.append(sum(entry.exposed_s for entry in entries))
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if dist.get_world_size() == 1:
             return
-        self._results.append(result)
+        if self._is_measured:
+            self._results.append(result)
         if result.step % self._every == 0:
-            self._own_s.append(own_times([r.seconds for r in self._results], self._waits_s))
+            # A failed step was measured, and has no result.
+            waits_s = self._waits_s[-len(self._results) :]
+            self._own_s.append(own_times([r.seconds for r in self._results], waits_s))
             self._results, self._waits_s = [], []
             self._compare(trainer, result.step)
         if trainer.is_first and is_logged(trainer, result.step) and self.named:
-            result.figures["straggler"] = float(max(self.named, key=lambda rank: self.named[rank]))
+            result.metrics["straggler"] = float(max(self.named, key=lambda rank: self.named[rank]))
 
     def _compare(self, trainer: Trainer, step: int) -> None:
         own_s = sorted(second for interval in self._own_s for second in interval)
         rank, longest_s, others_s = slowest(trainer, own_s[len(own_s) // 4], own_s[3 * len(own_s) // 4])
-        # From here on of numbers that all ranks know, so that they agree.
+        # From here on all ranks use the same values, so that they agree.
         if len(self._own_s) >= self._intervals:
             self._judge(trainer, step, rank, longest_s, others_s)
         self._intervals = max(INTERVALS, math.ceil(LEAST_S / max(longest_s * self._every, 1e-6)))
@@ -81,25 +84,21 @@ class Stragglers(Callback):
             self.named.clear()
             return
         times = longest_s / max(others_s, 1e-9)
-        if rank not in self.named and trainer.is_first:
-            print(
-                f"step {step}: rank {rank} is slow: {longest_s:.3g} s of its own in a good step, {times:.2f} times what the "
-                f"others need in a bad one ({others_s:.3g} s); all wait for it",
-                file=sys.stderr,
-                flush=True,
+        if rank not in self.named:
+            trainer.warn(
+                f"step {step}: rank {rank} is slow: {longest_s:.3g} s without waits in a good step, {times:.2f} times as long as "
+                f"the others in a bad one ({others_s:.3g} s); all wait for it"
             )
         self.named[rank] = times
 
 
 def own_times(steps_s: list[float], waits_s: list[float]) -> list[float]:
-    """What this rank did not wait for others, by step, the shortest first; one mean, where waits are known for all alone."""
-    if len(steps_s) != len(waits_s):
-        return [max(0.0, sum(steps_s) - sum(waits_s)) / len(steps_s)]
+    """The seconds of each step without waits, sorted."""
     return sorted(max(0.0, step_s - wait_s) for step_s, wait_s in zip(steps_s, waits_s, strict=True))
 
 
 def slowest(trainer: Trainer, good_s: float, disturbed_s: float) -> tuple[int, float, float]:
-    """(the rank whose good steps are the longest, their time, the mean time of the others' disturbed ones)."""
+    """(the rank whose good steps are the longest, their time, the mean time of the others' disturbed steps)."""
     grid, ranks = trainer.grid, dist.get_world_size()
     longest = torch.tensor([round(good_s * 1e6) * _RANKS + dist.get_rank()], device=grid.device)
     for axis in AXES:
@@ -109,7 +108,3 @@ def slowest(trainer: Trainer, good_s: float, disturbed_s: float) -> tuple[int, f
     for axis in AXES:
         grid.collectives.all_reduce(total, axis, "check").wait()
     return rank, longest_micros / 1e6, int(total) / 1e6 / max(1, ranks - 1)
-
-
-def _waited_s(trainer: Trainer) -> float:
-    return sum(entry.exposed_s for entry in trainer.grid.collectives.account())

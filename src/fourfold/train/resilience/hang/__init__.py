@@ -1,5 +1,5 @@
-"""When ranks wait for one that does not come: who it is, in which collective of which module, in the words of the plan."""
+"""Detection of hangs: which rank is missing, and in which collective of which module the others wait for it."""
 
-from fourfold.train.resilience.hang.callback import HangWatch, LostRanks
+from fourfold.train.resilience.hang.callback import HangDetector, LostRanks
 
-__all__ = ["HangWatch", "LostRanks"]
+__all__ = ["HangDetector", "LostRanks"]

@@ -1,4 +1,4 @@
-"""Hangs named: a run's time-outs, and the report when one is over."""
+"""The timeouts of a run's collectives, and the report after one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch.distributed as dist
 
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.resilience.hang.monitor import Monitor
-from fourfold.train.resilience.hang.place import Watch
+from fourfold.train.resilience.hang.status import CollectiveTracker
 
-# The back end gives up so much later than the monitor, which has its say meanwhile.
-LATER_S = 0.4
+# The backend times out this much later than the monitor, which reports first.
+BACKEND_LATER_S = 0.4
 
 
 class LostRanks(RuntimeError):
-    """A collective did not end: some rank is dead, stopped or behind. The message says who."""
+    """A collective did not finish: a rank is dead, stopped or behind. The message names it."""
 
 
-class HangWatch(Callback):
-    """``first_step_timeout_s`` bounds the first step, with all that is built in it; ``timeout_s`` those after it.
+class HangDetector(Callback):
+    """``first_step_timeout_s`` bounds the first step, in which much is built; ``timeout_s`` those after it.
 
-    With ``ends_process`` a rank that has reported ends, also where its main thread waits for something else.
+    With ``ends_process`` a rank exits after its report, even if its main thread waits for something else.
     """
 
     def __init__(
@@ -36,32 +36,32 @@ class HangWatch(Callback):
 
     @contextmanager
     def around_run(self, trainer: Trainer) -> Iterator[None]:
-        if dist.get_world_size() == 1:  # nobody to wait for
+        if dist.get_world_size() == 1:  # no rank to wait for
             yield
             return
         grid = trainer.grid
-        watch = Watch(
+        tracker = CollectiveTracker(
             dist.get_rank(),
-            lambda: (trainer.step + 1, trainer.place),
+            lambda: (trainer.step + 1, trainer.activity),
             host_waits=grid.device.type != "cuda",
         )
         monitor = Monitor(
-            watch, grid.shape, self._folder, threading.get_ident(), ends_process=self._ends_process
+            tracker, grid.shape, self._folder, threading.get_ident(), ends_process=self._ends_process
         )
         self._monitor = monitor
         self._set_timeout(trainer, self._first_s)
-        grid.collectives.observers.append(watch)
+        grid.collectives.observers.append(tracker)
         monitor.start()
         try:
             yield
         except Exception as error:
             summary = monitor.report(f"{type(error).__name__}: {error}")
-            if is_of_collectives(error):
+            if is_from_collective(error):
                 raise LostRanks(summary) from error
             raise
         finally:
             monitor.stop()
-            grid.collectives.observers.remove(watch)
+            grid.collectives.observers.remove(tracker)
             self._monitor = None
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
@@ -71,11 +71,11 @@ class HangWatch(Callback):
     def _set_timeout(self, trainer: Trainer, seconds: float) -> None:
         assert self._monitor is not None
         self._monitor.timeout_s = seconds
-        trainer.grid.set_timeout(seconds + LATER_S)
+        trainer.grid.set_timeout(seconds + BACKEND_LATER_S)
 
 
-def is_of_collectives(error: BaseException) -> bool:
-    """Does the back end say it? Gloo's errors are plain ones (seen in torch 2.13.0), with its files in their text."""
+def is_from_collective(error: BaseException) -> bool:
+    """Does the error come from the backend? Gloo raises plain RuntimeErrors that name its files (seen in torch 2.13.0)."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     )

@@ -1,4 +1,4 @@
-"""Where a rank stands: its step, what it is doing, and the collectives that it has started and not finished."""
+"""The status of a rank: its step, what it is doing, and the collectives that it has started and not finished."""
 
 from __future__ import annotations
 
@@ -22,40 +22,43 @@ class InFlight:
     """A collective that is not finished."""
 
     axis: Axis
-    number: int  # the how manyth of this rank on that axis: its peers count alike
+    number: int  # of this rank's collectives on that axis, counted from 1; its peers count alike
     words: str
     age_s: float
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a rank says of itself."""
+class RankStatus:
+    """What a rank reports of itself."""
 
     rank: int
     host: str
     process: int
-    step: int  # the one under way, counted from 1
+    step: int  # the current one, counted from 1
     doing: str
-    time: float
-    counts: dict[str, int] = field(default_factory=dict)  # collectives begun, by axis
-    in_flight: tuple[InFlight, ...] = ()  # the oldest first
+    counts: dict[str, int] = field(default_factory=dict)  # collectives started, by axis
+    in_flight: tuple[InFlight, ...] = ()  # oldest first
     error: str = ""
+    beat: int = (
+        0  # number of the heartbeat that carries it; heartbeats of all ranks are numbered in one order
+    )
+    age_s: float = 0.0  # since it was sent, at least, by the clock of the rank that reads it
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
-    def from_json(values: dict[str, Any]) -> Place:
+    def from_json(values: dict[str, Any]) -> RankStatus:
         flights = tuple(InFlight(**flight) for flight in values.pop("in_flight"))
-        return Place(**values, in_flight=flights)
+        return RankStatus(**values, in_flight=flights)
 
 
-class Watch:
-    """An observer of collectives. What it remembers is bounded by what is in flight."""
+class CollectiveTracker:
+    """Observes collectives, and keeps those that are in flight. ``now`` gives the current step and activity."""
 
     def __init__(self, rank: int, now: Callable[[], tuple[int, str]], *, host_waits: bool) -> None:
         self._rank, self._now = rank, now
-        # On CPUs a wait returns when the collective is done. On CUDA it returns at once: there the work itself is asked.
+        # On CPU a wait returns when the collective is done. On CUDA it returns at once, so the work itself is queried.
         self._host_waits = host_waits
         self._counts: Counter[str] = Counter()
         self._flights: deque[tuple[int, InFlightCollective]] = deque()
@@ -74,12 +77,11 @@ class Watch:
     def waited(self, flight: InFlightCollective) -> None:
         if self._host_waits:
             with self._lock:
-                # Most are waited for in the order of their start.
                 self._flights = deque(item for item in self._flights if item[1] is not flight)
         self.progress_s = time.monotonic()
 
     def failed(self, flight: InFlightCollective, error: Exception) -> None:
-        # It stays in flight: that is where this rank stands.
+        # It stays in flight: the status shows where this rank failed.
         if not self.error:
             self.error = f"{type(error).__name__}: {error}"
 
@@ -88,51 +90,42 @@ class Watch:
             self._flights.popleft()
 
     def _is_finished(self, flight: InFlightCollective) -> bool:
-        """What has failed is completed for the back end, but not for us."""
+        """A failed collective is completed for the backend, but not here."""
         work = flight.work
         if work is None or not work.is_completed():
             return work is None
-        if self._host_waits:  # on CUDA the back end ends the process itself
+        if self._host_waits:  # on CUDA the backend ends the process itself
             try:
-                work.wait()  # at once; `Work.exception` would warn that it will go (torch 2.13.0)
+                work.wait()  # returns at once; `Work.exception` is deprecated (torch 2.13.0)
             except RuntimeError:
                 return False
         return True
 
     def oldest_s(self) -> float:
-        """For how long the oldest collective has been in flight; 0 if there is none."""
+        """How long the oldest collective has been in flight; 0 if there is none."""
         with self._lock:
             ages = [_age_s(flight) for _, flight in self._flights if not self._is_finished(flight)]
         return max(ages, default=0.0)
 
-    def place(self, error: str = "") -> Place:
+    def status(self, error: str = "", beat: int = 0) -> RankStatus:
         step, doing = self._now()
         with self._lock:
             flights = [
-                InFlight(flight.axis, number, in_words(flight), round(_age_s(flight), 3))
+                InFlight(flight.axis, number, describe(flight), round(_age_s(flight), 3))
                 for number, flight in self._flights
                 if not self._is_finished(flight)
             ]
             counts = dict(self._counts)
-        return Place(
-            self._rank,
-            socket.gethostname(),
-            os.getpid(),
-            step,
-            doing,
-            time.time(),
-            counts,
-            tuple(flights[:8]),
-            error,
-        )
+        host, process = socket.gethostname(), os.getpid()
+        return RankStatus(self._rank, host, process, step, doing, counts, tuple(flights[:8]), error, beat)
 
 
-def in_words(flight: InFlightCollective) -> str:
+def describe(flight: InFlightCollective) -> str:
     """
     Example:
-        >>> in_words(Flight("z", "all_gather", "weight", "model.layers.12.mlp.down_proj.weight", 8, 0))
+        >>> describe(InFlightCollective("z", "all_gather", "weight", "model.layers.12.mlp.down_proj.weight", 8, 0))
         'z all-gather of model.layers.12.mlp.down_proj.weight'
-        >>> in_words(Flight("x", "all_reduce", "clip", "", 4, 0))
+        >>> describe(InFlightCollective("x", "all_reduce", "clip", "", 4, 0))
         'x all-reduce for clip'
     """
     what = f"{flight.axis} {flight.kind.replace('_', '-')}"
