@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 setup:  ## a development environment in .venv
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0 'setuptools>=77'
-	$(BIN)/pip install --no-build-isolation -e '.[dev,docs]' torch==2.13.0
+	$(BIN)/pip install --no-build-isolation -e '.[dev,docs,bench]' torch==2.13.0
 
 check:  ## lint, format, types
 	$(BIN)/ruff check .
