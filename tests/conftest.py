@@ -14,7 +14,6 @@ LIMIT_S = 600.0  # against hangs; a test may be slow when others use the cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", f"limit(seconds): time limit of a test, {LIMIT_S:g} s by default")
     config.addinivalue_line("markers", "nightly: run by .ci/nightly, not by .ci/run (see CONTRIBUTING.md)")
 
 
@@ -35,14 +34,11 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    marker = item.get_closest_marker("limit")
-    limit_s = float(marker.args[0]) if marker else LIMIT_S
-
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"{item.nodeid} did not end within {limit_s:g} s")
+        raise TimeoutError(f"{item.nodeid} did not end within {LIMIT_S:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     try:
         return (yield)
     finally:

@@ -25,6 +25,7 @@ def test_each_axis_alone_trains_like_one_process(pool, shape):
     assert worst(pool, 8, shape, "llama").within_bars()
 
 
+@pytest.mark.nightly
 def test_sixteen_ranks_train_like_one_process(pool):
     assert worst(pool, 16, (2, 2, 2, 2), "gpt2").within_bars()
 
@@ -86,6 +87,7 @@ def test_the_self_test_cuts_every_axis():
 SMALL = measure.llama(hidden=64, layers=2, heads=4, vocabulary=128)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", [p for p, (_, hosts, _, _) in engine.PARTS.items() if hosts == 1])
 def test_each_part_of_the_engine_benchmark_is_measured(pool, part):
     ranks = engine.PARTS[part][0]
@@ -98,6 +100,7 @@ needs_cluster = pytest.mark.skipif(cluster.why_not() is not None, reason=str(clu
 TINY = ["--hidden", "64", "--layers", "1", "--sequences", "4", "--length", "32", "--rounds", "3"]
 
 
+@pytest.mark.nightly
 @needs_cluster
 @pytest.mark.parametrize("axis", ["x", "z"])
 def test_overlap_is_measured_and_drawn(axis, tmp_path, capsys):
@@ -110,12 +113,14 @@ def test_overlap_is_measured_and_drawn(axis, tmp_path, capsys):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.nightly
 @needs_cluster
 def test_steps_between_hosts_are_measured_at_the_balanced_rate(capsys):
     assert engine.main(["--only", "d-z2-hosts", *TINY]) in (0, 1)
     assert "Mbit/s" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @needs_cluster
 def test_both_sides_of_the_headline_are_searched_and_timed(capfd):
     sizes = ["--hidden", "64", "--layers", "1", "--rounds", "3", "--hosts", "2"]

@@ -7,6 +7,8 @@ import pytest
 from benchmarks.faults import hostile, numbers, saves
 from benchmarks.ranks import RankPool
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_save_cut_short_leaves_the_old_one_or_the_new(pool: RankPool, tmp_path: Path, broken: bool) -> None:

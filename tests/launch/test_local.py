@@ -134,7 +134,6 @@ def test_a_grid_that_was_given_leaves_nobody_idle(pool: RankPool, values: dict[s
         pool.run(train, 2, run)
 
 
-@pytest.mark.limit(30)
 def test_what_the_planner_fails_of_reaches_all_ranks(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -162,7 +161,6 @@ def test_init_writes_a_run_that_loads(values: dict[str, Any], tmp_path: Path, ca
         assert words in said
 
 
-@pytest.mark.limit(120)
 def test_the_command_starts_ranks_stops_when_asked_and_goes_on(tmp_path: Path) -> None:
     """SIGTERM reaches the ranks through torchrun's launcher; what they saved is where the next command begins."""
     values = write_run(tmp_path)

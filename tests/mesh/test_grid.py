@@ -169,6 +169,7 @@ def lose_a_peer(timeout_s: float, gave_up: Path) -> tuple[float, str]:
     return waited_s, message
 
 
+@pytest.mark.nightly
 def test_a_lost_peer_ends_the_wait(pool: RankPool, tmp_path: Path) -> None:
     timeout_s = 2.0
     waits = pool.run(lose_a_peer, 4, timeout_s, tmp_path / "gave_up")

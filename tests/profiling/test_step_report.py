@@ -69,6 +69,7 @@ def unaccounted(reports: list[list[tuple[float, float, float, float]]]) -> float
     return max(shares)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)])
 def test_compute_and_exposed_make_the_step(
@@ -102,6 +103,7 @@ def busy_in(work: Callable[[], object]) -> tuple[float, float]:
     return busy_after_s - busy_before_s, end_s - start_s
 
 
+@pytest.mark.nightly
 def test_a_thread_is_busy_while_it_computes_not_while_it_sleeps() -> None:
     for _ in range(2):
         with ThreadPoolExecutor(1) as thread:
@@ -115,6 +117,7 @@ def test_a_thread_is_busy_while_it_computes_not_while_it_sleeps() -> None:
         assert 0.2 <= computed_s <= 1.02 * took_s
 
 
+@pytest.mark.nightly
 def test_a_thread_that_waits_for_a_core_is_busy(one_core: int) -> None:
     other = "import sys\nprint(flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", other], stdout=subprocess.PIPE) as rival:
@@ -136,6 +139,7 @@ def test_a_forked_process_reads_its_own_account() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.nightly
 def test_a_forgotten_wait_shows(pool: RankPool) -> None:
     waiting, _ = pool.run(steps, 2, (1, 1, 1, 2), "streamed", True)
     assert unaccounted([waiting]) > UNACCOUNTED
@@ -154,6 +158,7 @@ def wait_for_a_slow_rank(axis: Any) -> tuple[float, float, float]:
     return report.exposed_s(axis), report.exposed_s(), report.other_s
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("axis", ["z", "x"])
 def test_seconds_land_on_the_axis(axis: str, pool: RankPool) -> None:
     for rank, (on_axis, everywhere, other) in enumerate(pool.run(wait_for_a_slow_rank, 4, axis)):

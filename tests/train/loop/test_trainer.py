@@ -1,6 +1,6 @@
 """The loop trains as stock PyTorch would, goes on where it stopped on any grid, and repeats itself bit for bit."""
 
-import time
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ranks import RankPool
-from fourfold.checkpoint import retention
+from fourfold.checkpoint import Checkpoints, retention
 from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.storage import Writer
 from fourfold.config.schema import RunConfig
@@ -140,13 +140,22 @@ class WhatIsThere(Callback):
 
 
 def train_with_slow_writes(run: RunConfig) -> list[int]:
-    there, write = WhatIsThere(), Writer.write_data
+    """The newest checkpoint at the end of each step, where a write ends only when a step waits for it."""
+    there, write, wait = WhatIsThere(), Writer.write_data, Checkpoints.wait
+    is_waited_for = threading.Event()
 
     def slow(*args: Any) -> Any:
-        time.sleep(1)  # some twenty steps
+        assert is_waited_for.wait(300)
         return write(*args)
 
-    with patch.object(Writer, "write_data", slow):
+    def allow(checkpoints: Checkpoints) -> None:
+        is_waited_for.set()
+        try:
+            wait(checkpoints)
+        finally:
+            is_waited_for.clear()
+
+    with patch.object(Writer, "write_data", slow), patch.object(Checkpoints, "wait", allow):
         train(run, there, saves=True)
     return there.newest
 

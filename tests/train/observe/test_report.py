@@ -94,7 +94,40 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "there is no" in capsys.readouterr().err
 
 
-def test_the_parts_make_up_the_time(logs: Path) -> None:
+@pytest.fixture
+def timed_logs(logs: Path) -> Path:
+    """The same run with given times: a step of 1 s waits 0.75 s for z and 0.05 s for data."""
+    lines = read_metrics(logs)
+    for line in lines:
+        line |= {"seconds": 1.0, "exposed_z_s": 0.75, "data_wait_s": 0.05}
+        line |= {part: 0.5 for part in ("evaluation_s", "checkpoint_s") if part in line}
+    (logs / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    facts = json.loads((logs / "run.json").read_text())
+    facts["starts"][-1] |= {"seconds": 20.0, "unlogged_s": {"checkpoint": 0.25}}
+    (logs / "run.json").write_text(json.dumps(facts))
+    return logs
+
+
+def test_the_parts_make_up_the_time(timed_logs: Path) -> None:
+    lines = read_metrics(timed_logs)
+    times_s = times_of(read_facts(timed_logs), lines)
+    evaluations, saves = (sum(f"{part}_s" in line for line in lines) for part in ("evaluation", "checkpoint"))
+    assert evaluations == 3
+    assert saves >= 4  # a step that waits for a save is listed, too
+    assert times_s == pytest.approx(
+        {
+            "compute": 12 * 0.2,
+            "exposed z": 12 * 0.75,
+            "waiting for data": 12 * 0.05,
+            "evaluation": 0.5 * evaluations,
+            "checkpoint": 0.5 * saves + 0.25,  # the last is after them
+            "other": 20.0 - 12 - 0.5 * (evaluations + saves) - 0.25,
+        }
+    )
+
+
+@pytest.mark.nightly
+def test_the_parts_make_up_the_measured_time(logs: Path) -> None:
     facts, lines = read_facts(logs), read_metrics(logs)
     times_s = times_of(facts, lines)
     whole_s = facts["starts"][-1]["seconds"]
@@ -119,17 +152,29 @@ def test_a_run_that_was_killed_has_a_page(logs: Path) -> None:
     assert "has not come to its end" in text
 
 
-def test_measured_and_predicted_side_by_side(logs: Path, tmp_path: Path) -> None:
-    cluster = tmp_path / "cluster.toml"
+def compared(logs: Path, cluster: Path) -> Comparison:
     cluster.write_text(CLUSTER)
-    facts, lines = read_facts(logs), read_metrics(logs)
-    seen = against(facts, lines, str(cluster))
+    seen = against(read_facts(logs), read_metrics(logs), str(cluster))
     assert isinstance(seen, Comparison)
     assert seen.worst == "exposed z"  # no simulation knows of the slow rank
+    return seen
+
+
+@pytest.mark.nightly
+def test_a_measured_wait_is_the_worst_gap(logs: Path, tmp_path: Path) -> None:
+    seen = compared(logs, tmp_path / "cluster.toml")
     assert seen.run.parts_s["exposed z"] - seen.predicted_s["exposed z"] > 0.5 * WAIT_S
     assert sum(seen.run.parts_s.values()) == pytest.approx(seen.run.step_s, rel=0.1)
-    assert main(["report", str(logs), "--cluster", str(cluster)]) == 0
-    text = text_of((logs / "report.html").read_text())
+
+
+def test_measured_and_predicted_side_by_side(timed_logs: Path, tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.toml"
+    seen = compared(timed_logs, cluster)
+    assert seen.run.step_s == 1.0
+    assert seen.run.parts_s["exposed z"] == 0.75
+    assert seen.run.parts_s["compute"] == pytest.approx(0.2)
+    assert main(["report", str(timed_logs), "--cluster", str(cluster)]) == 0
+    text = text_of((timed_logs / "report.html").read_text())
     assert "predicted measured gap" in text
     assert "The worst gap is exposed z" in text
 

@@ -4,9 +4,11 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from fourfold.drill.injector import Injector, flip_weight
 from fourfold.mesh.grid import Grid
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.loop.update import update
+from fourfold.train.resilience import stragglers
 from fourfold.train.resilience.bad_steps import AT_LEAST, BadSteps, Usual
 from fourfold.train.resilience.replica_check import ReplicaConsistencyCheck, odd_ones
 from fourfold.train.resilience.stragglers import Stragglers
@@ -304,6 +307,28 @@ def test_majorities() -> None:
 # -- a slow rank -------------------------------------------------------------------------------------------------------
 
 
+class GivenSeconds(Stragglers):
+    """Steps of given times: 2 s on rank 2 and 1 s elsewhere, without waits."""
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        own_s = 2.0 if torch.distributed.get_rank() == 2 else 1.0
+        super().on_step(trainer, replace(result, seconds=own_s))
+
+
+def train_for_given_seconds(values: dict[str, Any], factor: float) -> dict[int, float]:
+    watch = GivenSeconds(3, factor)
+    with patch.object(stragglers, "_waited_s", lambda trainer: 0.0):
+        train(values, (1, 2, 1, 2), [], watch, steps=10)
+    return watch.named
+
+
+@pytest.mark.parametrize(("factor", "named"), [(1.5, {2: 2.0}), (2.5, {})])
+def test_a_rank_that_is_slow_by_the_factor_is_named_by_all(
+    pool: RankPool, values: dict[str, Any], factor: float, named: dict[int, float]
+) -> None:
+    assert pool.run(train_for_given_seconds, 4, values, factor) == [named] * 4
+
+
 def be_slow(values: dict[str, Any], seconds: float) -> dict[int, float]:
     watch = Stragglers(3, 1.5)
     fault = Fault("slow", "step", rank=2, step=1, seconds=seconds, steps=20)
@@ -311,6 +336,7 @@ def be_slow(values: dict[str, Any], seconds: float) -> dict[int, float]:
     return watch.named
 
 
+@pytest.mark.nightly
 def test_a_slow_rank_is_named_by_all(pool: RankPool, values: dict[str, Any]) -> None:
     for named in pool.run(be_slow, 4, values, 0.5):
         assert list(named) == [2]

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from benchmarks.faults import peers, traced_run
 from benchmarks.ranks import RankPool
 from fourfold.mesh.axes import AXES, Axis
@@ -104,6 +106,7 @@ def test_the_sentence_names_collective_step_ranks_and_where_they_were() -> None:
 # -- for real ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_is_named_with_the_collective_that_it_did_not_come_to(
     pool: RankPool, tmp_path: Path
 ) -> None:
@@ -129,6 +132,7 @@ def test_a_stopped_rank_is_named_with_the_collective_that_it_did_not_come_to(
         assert "the report says" in peers.wrong_with(tmp_path / "hung", fault, shape, sequences[shape])
 
 
+@pytest.mark.nightly
 def test_when_a_rank_is_killed_the_others_leave_at_once(pool: RankPool, tmp_path: Path) -> None:
     file = traced_run.write(tmp_path / "run")
     _, fault = peers.drawn("kill", 0)
