@@ -9,20 +9,24 @@ from benchmarks import cluster, engine, families, headline, measure, memory, ove
 from fourfold.mesh.grid import Grid
 from fourfold.selftest import KINDS, Errors, grids_of
 
+nightly = pytest.mark.nightly
+
 
 def worst(pool, ranks, shape, kind, fault=None) -> Errors:
     return Errors.worst(pool.run(parity.run_rank, ranks, shape, kind, fault))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 2, 2, 2), (2, 1, 1, 4)])
+@pytest.mark.parametrize("shape", [(1, 2, 2, 2), pytest.param((2, 1, 1, 4), marks=nightly)])
 def test_a_grid_trains_like_one_process(pool, kind, shape):
     assert worst(pool, 8, shape, kind).within_bars()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (1, 1, 8, 1), (1, 8, 1, 1), (8, 1, 1, 1)])
-def test_each_axis_alone_trains_like_one_process(pool, shape):
-    assert worst(pool, 8, shape, "llama").within_bars()
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=nightly)])
+@pytest.mark.parametrize("axis", range(4))
+def test_each_axis_alone_trains_like_one_process(pool, axis, ranks):
+    shape = tuple(ranks if axis == i else 1 for i in range(4))
+    assert worst(pool, ranks, shape, "llama").within_bars()
 
 
 @pytest.mark.nightly
@@ -32,9 +36,10 @@ def test_sixteen_ranks_train_like_one_process(pool):
 
 @pytest.mark.parametrize("fault", parity.FAULTS)
 def test_a_planted_fault_is_found(pool, fault):
-    assert not worst(pool, 8, (1, 2, 2, 2), "llama", fault).within_bars()
+    assert not worst(pool, 4, (1, 1, 2, 2), "llama", fault).within_bars()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "status"),
     [
@@ -54,13 +59,18 @@ def test_a_family_is_exact_or_refused(pool, name, status):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
-@pytest.mark.parametrize("shape", traffic.GRIDS)
+@pytest.mark.parametrize(
+    "shape",
+    [shape if shape == (1, 2, 2, 2) else pytest.param(shape, marks=nightly) for shape in traffic.GRIDS],
+)
 def test_each_rank_sends_the_bytes_of_the_formulas(pool, kind, shape, weights):
     for forward, backward in pool.run(traffic.count_rank, 8, kind, shape, weights):
         assert traffic.check(kind, shape, weights, forward, backward) == []
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("llama", (1, 1, 4, 2)), ("gpt2", (1, 2, 2, 2))])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [pytest.param("llama", (1, 1, 4, 2), marks=nightly), ("gpt2", (1, 2, 2, 2))]
+)
 def test_token_sharded_activations_send_the_same_bytes(pool, kind, shape):
     options = (kind, shape, "streamed", "token-sharded")
     for forward, backward in pool.run(traffic.count_rank, 8, *options):
