@@ -27,13 +27,13 @@ def config(**changes) -> LlamaConfig:
 @pytest.mark.parametrize(
     ("shape", "weights", "precision", "activations"),
     [
-        ((1, 1, 2, 4), "streamed", "fp32", "replicated"),
-        ((2, 2, 1, 2), "streamed", "bf16", "replicated"),
-        ((1, 4, 2, 1), "fsdp2", "fp32", "replicated"),
+        pytest.param((1, 1, 2, 4), "streamed", "fp32", "replicated", marks=pytest.mark.nightly),
+        pytest.param((2, 2, 1, 2), "streamed", "bf16", "replicated", marks=pytest.mark.nightly),
+        pytest.param((1, 4, 2, 1), "fsdp2", "fp32", "replicated", marks=pytest.mark.nightly),
         ((1, 2, 2, 2), "fsdp2", "bf16", "replicated"),
-        ((8, 1, 1, 1), "streamed", "fp32", "replicated"),
+        pytest.param((8, 1, 1, 1), "streamed", "fp32", "replicated", marks=pytest.mark.nightly),
         ((1, 2, 2, 2), "streamed", "bf16", "token-sharded"),
-        ((1, 1, 2, 4), "fsdp2", "fp32", "token-sharded"),
+        pytest.param((1, 1, 2, 4), "fsdp2", "fp32", "token-sharded", marks=pytest.mark.nightly),
     ],
 )
 def test_it_is_the_real_thing(pool, shape, weights, precision, activations):

@@ -312,7 +312,7 @@ class GivenSeconds(Stragglers):
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         own_s = 2.0 if torch.distributed.get_rank() == 2 else 1.0
-        super().on_step(trainer, replace(result, seconds=own_s))
+        super().on_step(trainer, replace(result, start=0.0, end=own_s))
 
 
 def train_for_given_seconds(values: dict[str, Any], factor: float) -> dict[int, float]:
