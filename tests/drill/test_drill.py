@@ -114,6 +114,7 @@ SOME = (
 )
 
 
+@pytest.mark.nightly
 def test_the_exercises_of_a_drill_come_out_right(pool: RankPool, run_file: Path, tmp_path: Path) -> None:
     wanted = [e for e in exercises(2, 2, 3, 5.0) if e.name in SOME]
     assert len(wanted) == len(SOME)
@@ -149,6 +150,7 @@ def test_a_drill_sees_a_run_that_does_not_come_back_as_it_was(
     assert "rank-1.safetensors is not that of the undisturbed run" in said
 
 
+@pytest.mark.nightly
 def test_a_fault_that_is_given_is_judged_by_its_action(
     tmp_path: Path, run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
