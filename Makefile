@@ -2,20 +2,23 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup check test docs bench
+.PHONY: setup check test nightly docs bench
 
 setup:  ## a development environment in .venv
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0 'setuptools>=77'
-	$(BIN)/pip install --no-build-isolation -e '.[dev,docs]' torch==2.13.0
+	$(BIN)/pip install --no-build-isolation -e '.[dev,docs,bench]' torch==2.13.0
 
 check:  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
 
-test:
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+test:  ## the tests that every change must pass
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" -n 2 --dist loadfile
+
+nightly:  ## the other tests, one at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
 
 docs:  ## the site, in out/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -14,6 +14,7 @@ its own on one core, in less than 60 s and 4 GB.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import subprocess
@@ -165,7 +166,7 @@ def compare(
         )
 
     def real(overlap: ff.Overlap) -> list[tuple[list[Words], int]]:
-        return pool.run(real_step, RANKS, shape, weights, overlap, precision, activations)
+        return pool.run(real_step, math.prod(shape), shape, weights, overlap, precision, activations)
 
     # Memory of a batch in one piece: the profiler does not see the threads of an interleaved one.
     ran, foreseen = real(in_one_piece), dry(in_one_piece)

@@ -1,18 +1,28 @@
-"""One pool of ranks for the whole test run, and a time limit for each test."""
+"""One pool of ranks for each test process, a time limit for each test, and the nightly tier."""
 
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from benchmarks.ranks import RankPool
 
-LIMIT_S = 600.0  # for what hangs; a test that others take the cores from may be slow
+LIMIT_S = 600.0  # against hangs; a test may be slow when others use the cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", f"limit(seconds): time limit of a test, {LIMIT_S:g} s unless given")
+    config.addinivalue_line("markers", "nightly: run by .ci/nightly, not by .ci/run (see CONTRIBUTING.md)")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m "not nightly"`, skip importing the files that are nightly as a whole: their imports take seconds."""
+    if config.option.markexpr != "not nightly" or collection_path.suffix != ".py":
+        return None
+    is_nightly = re.search(r"^pytestmark = pytest\.mark\.nightly$", collection_path.read_text(), re.MULTILINE)
+    return True if is_nightly else None
 
 
 @pytest.fixture(scope="session")
@@ -24,14 +34,11 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    marker = item.get_closest_marker("limit")
-    limit_s = float(marker.args[0]) if marker else LIMIT_S
-
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"{item.nodeid} did not end within {limit_s:g} s")
+        raise TimeoutError(f"{item.nodeid} did not end within {LIMIT_S:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     try:
         return (yield)
     finally:

@@ -18,6 +18,7 @@ from torch import nn
 from fourfold.config.describe import to_toml
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
+from fourfold.data.manifest import DatasetManifest
 from fourfold.data.shards import ShardWriter, token_dtype
 from fourfold.data.tokenizer import TokenizerInfo
 from fourfold.mesh.axes import AXES

@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.baseline import Baseline, Layout, build, layouts
 from benchmarks.ranks import RankPool
 
+pytestmark = pytest.mark.nightly
+
 ROWS, LENGTH, VOCABULARY, STEPS = 8, 12, 128, 3
 # An update is decided by the gradient, not by the rounding of one that is zero.
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-5}

@@ -9,31 +9,37 @@ from benchmarks import cluster, engine, families, headline, measure, memory, ove
 from fourfold.mesh.grid import Grid
 from fourfold.selftest import KINDS, Errors, grids_of
 
+nightly = pytest.mark.nightly
+
 
 def worst(pool, ranks, shape, kind, fault=None) -> Errors:
     return Errors.worst(pool.run(parity.run_rank, ranks, shape, kind, fault))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 2, 2, 2), (2, 1, 1, 4)])
+@pytest.mark.parametrize("shape", [(1, 2, 2, 2), pytest.param((2, 1, 1, 4), marks=nightly)])
 def test_a_grid_trains_like_one_process(pool, kind, shape):
     assert worst(pool, 8, shape, kind).within_bars()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (1, 1, 8, 1), (1, 8, 1, 1), (8, 1, 1, 1)])
-def test_each_axis_alone_trains_like_one_process(pool, shape):
-    assert worst(pool, 8, shape, "llama").within_bars()
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=nightly)])
+@pytest.mark.parametrize("axis", range(4))
+def test_each_axis_alone_trains_like_one_process(pool, axis, ranks):
+    shape = tuple(ranks if axis == i else 1 for i in range(4))
+    assert worst(pool, ranks, shape, "llama").within_bars()
 
 
+@pytest.mark.nightly
 def test_sixteen_ranks_train_like_one_process(pool):
     assert worst(pool, 16, (2, 2, 2, 2), "gpt2").within_bars()
 
 
 @pytest.mark.parametrize("fault", parity.FAULTS)
 def test_a_planted_fault_is_found(pool, fault):
-    assert not worst(pool, 8, (1, 2, 2, 2), "llama", fault).within_bars()
+    assert not worst(pool, 4, (1, 1, 2, 2), "llama", fault).within_bars()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "status"),
     [
@@ -53,13 +59,18 @@ def test_a_family_is_exact_or_refused(pool, name, status):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
-@pytest.mark.parametrize("shape", traffic.GRIDS)
+@pytest.mark.parametrize(
+    "shape",
+    [shape if shape == (1, 2, 2, 2) else pytest.param(shape, marks=nightly) for shape in traffic.GRIDS],
+)
 def test_each_rank_sends_the_bytes_of_the_formulas(pool, kind, shape, weights):
     for forward, backward in pool.run(traffic.count_rank, 8, kind, shape, weights):
         assert traffic.check(kind, shape, weights, forward, backward) == []
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("llama", (1, 1, 4, 2)), ("gpt2", (1, 2, 2, 2))])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [pytest.param("llama", (1, 1, 4, 2), marks=nightly), ("gpt2", (1, 2, 2, 2))]
+)
 def test_token_sharded_activations_send_the_same_bytes(pool, kind, shape):
     options = (kind, shape, "streamed", "token-sharded")
     for forward, backward in pool.run(traffic.count_rank, 8, *options):
@@ -86,6 +97,7 @@ def test_the_self_test_cuts_every_axis():
 SMALL = measure.llama(hidden=64, layers=2, heads=4, vocabulary=128)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", [p for p, (_, hosts, _, _) in engine.PARTS.items() if hosts == 1])
 def test_each_part_of_the_engine_benchmark_is_measured(pool, part):
     ranks = engine.PARTS[part][0]
@@ -98,6 +110,7 @@ needs_cluster = pytest.mark.skipif(cluster.why_not() is not None, reason=str(clu
 TINY = ["--hidden", "64", "--layers", "1", "--sequences", "4", "--length", "32", "--rounds", "3"]
 
 
+@pytest.mark.nightly
 @needs_cluster
 @pytest.mark.parametrize("axis", ["x", "z"])
 def test_overlap_is_measured_and_drawn(axis, tmp_path, capsys):
@@ -110,12 +123,14 @@ def test_overlap_is_measured_and_drawn(axis, tmp_path, capsys):
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.nightly
 @needs_cluster
 def test_steps_between_hosts_are_measured_at_the_balanced_rate(capsys):
     assert engine.main(["--only", "d-z2-hosts", *TINY]) in (0, 1)
     assert "Mbit/s" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @needs_cluster
 def test_both_sides_of_the_headline_are_searched_and_timed(capfd):
     sizes = ["--hidden", "64", "--layers", "1", "--rounds", "3", "--hosts", "2"]

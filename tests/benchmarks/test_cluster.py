@@ -14,6 +14,8 @@ import pytest
 from benchmarks import cluster
 from benchmarks.cluster import NAMESPACES, Bandwidth, Cluster, main, why_not
 
+pytestmark = pytest.mark.nightly
+
 needs_network = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 ROOT = Path(__file__).parents[2]
 

@@ -8,6 +8,8 @@ from benchmarks.faults import hostile, kills, numbers, saves
 from benchmarks.ranks import RankPool
 from fourfold.drill.fault import Fault
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_save_cut_short_leaves_the_old_one_or_the_new(pool: RankPool, tmp_path: Path, broken: bool) -> None:

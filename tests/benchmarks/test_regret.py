@@ -52,6 +52,7 @@ def test_spearman_of_equal_values_shares_their_ranks():
     assert spearman([1, 1, 2, 3], [1, 1, 2, 3]) == 1
 
 
+@pytest.mark.nightly
 @needs_network
 def test_a_small_version_runs_through(tmp_path, capsys):
     grids = ["4,1,1,1", "1,1,1,4"]

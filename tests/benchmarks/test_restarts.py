@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.faults import kills
 from benchmarks.ranks import RankPool
+
+pytestmark = pytest.mark.nightly
 
 
 def test_a_run_whose_ranks_are_killed_ends_as_if_nothing_had_happened(pool: RankPool, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import learn, quickstart, throughput
 
+pytestmark = pytest.mark.nightly
+
 SMALL = ["--hidden", "64", "--layers", "1", "--length", "64", "--vocabulary", "400", "--megabytes", "1"]
 
 

@@ -312,6 +312,7 @@ def test_checkpoints_in_fsspec_memory(pool: RankPool) -> None:
     pool.run(on_a_store, 1, "memory://runs/one", (1, 1, 1, 1))
 
 
+@pytest.mark.nightly
 def test_checkpoints_in_an_s3_bucket(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed: pip install fourfold[s3-test]")
     server_of = pytest.importorskip(

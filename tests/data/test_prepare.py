@@ -274,11 +274,28 @@ def test_finished_parts_are_kept(tmp_path: Path, jsonl: str, small: Settings) ->
     assert {path: path.stat().st_ino for path in kept} == kept
 
 
-def test_processes_do_not_change_the_result_and_end_with_their_parent(
-    pool: RankPool, tmp_path: Path, tokenizer: str, texts: list[str]
-) -> None:
+@pytest.fixture
+def options(tmp_path: Path, tokenizer: str, texts: list[str]) -> list[str]:
+    """The command's words for 20 parts; the number of processes comes after them."""
     jsonl = str(prepared.as_jsonl(texts * 3, tmp_path / "text.jsonl"))
-    options = f"{jsonl} --tokenizer {tokenizer} --part-mb 0.05 --validation 0.2 --processes".split()
+    return f"{jsonl} --tokenizer {tokenizer} --part-mb 0.05 --validation 0.2 --processes".split()
+
+
+def assert_same_as_one_process(pool: RankPool, folder: Path, options: list[str]) -> None:
+    pool.run(os.getpid, 1)  # so that its server, which has imported what is slow to import, forks ours too
+    assert main(["data", "prepare", str(folder / "parallel"), *options, "2"]) == 0
+    assert main(["data", "prepare", str(folder / "serial"), *options, "1"]) == 0
+    assert prepared.files(folder / "parallel") == prepared.files(folder / "serial")
+
+
+def test_processes_do_not_change_the_bytes(pool: RankPool, tmp_path: Path, options: list[str]) -> None:
+    assert_same_as_one_process(pool, tmp_path, options)
+
+
+@pytest.mark.nightly
+def test_processes_die_with_their_parent_and_change_no_byte(
+    pool: RankPool, tmp_path: Path, options: list[str]
+) -> None:
     folder = str(tmp_path / "parallel")
     command = [sys.executable, "-m", "fourfold.cli.main", "data", "prepare", folder, *options, "2"]
     python_path = os.pathsep.join(filter(None, sys.path))
@@ -294,11 +311,7 @@ def test_processes_do_not_change_the_result_and_end_with_their_parent(
     while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < end_s:
         time.sleep(0.05)
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
-
-    pool.run(os.getpid, 1)  # so that its server, which has imported what is slow to import, forks ours too
-    assert main(["data", "prepare", folder, *options, "2"]) == 0
-    assert main(["data", "prepare", str(tmp_path / "serial"), *options, "1"]) == 0
-    assert prepared.files(tmp_path / "parallel") == prepared.files(tmp_path / "serial")
+    assert_same_as_one_process(pool, tmp_path, options)
 
 
 def descendants(pid: int) -> list[int]:

@@ -93,8 +93,8 @@ def plain_losses(steps: int = 5) -> list[float]:
 def test_the_example_of_an_own_model_trains_like_plain_pytorch(pool: RankPool) -> None:
     (expected,) = pool.run(plain_losses, 1)
     assert expected[-1] < expected[0] - 0.5
-    for shape in ((1, 2, 2, 2), (2, 1, 1, 4)):
-        for losses in pool.run(losses_on, 8, shape):
+    for shape in ((1, 1, 2, 2), (2, 2, 1, 1)):
+        for losses in pool.run(losses_on, 4, shape):
             assert losses == pytest.approx(expected, rel=1e-5)
 
 

@@ -18,6 +18,8 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
+pytestmark = pytest.mark.nightly
+
 
 def build_site(out: Path, **changes: Any) -> Path:
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(out), strict=True, **changes)

@@ -106,6 +106,7 @@ SOME = (
 )
 
 
+@pytest.mark.nightly
 def test_all_scenarios_of_a_drill_succeed(pool: RankPool, run_file: Path, tmp_path: Path) -> None:
     wanted = [s for s in scenarios(2, 2, 3, 5.0) if s.name in SOME]
     assert len(wanted) == len(SOME)
@@ -141,6 +142,7 @@ def test_a_drill_detects_a_run_that_does_not_resume_exactly(
     assert "rank-1.safetensors is not that of the undisturbed run" in said
 
 
+@pytest.mark.nightly
 def test_a_given_fault_is_checked_by_its_action(
     tmp_path: Path, run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,8 @@ from benchmarks.local_slurm import wait_until
 from fourfold.processes import CONTINUE
 from tests import restart_rank, slurm_rank
 
+pytestmark = pytest.mark.nightly
+
 
 def test_an_interrupt_lets_the_ranks_save(tmp_path: Path) -> None:
     """A terminal sends it to all processes at once; torchrun alone would kill the ranks half a minute later."""

@@ -24,6 +24,7 @@ from tests import elastic_rank
 from tests.training import write_run
 
 
+@pytest.mark.nightly
 def test_a_host_is_lost_and_returns(tmp_path: Path) -> None:
     """One rank on each of two hosts; a rank that stops because hosts join is restarted, and is not a failure."""
     with socket.create_server(("127.0.0.1", 0)) as free:

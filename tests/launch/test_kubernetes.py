@@ -24,6 +24,8 @@ from kubernetes.client.models.v1_config_map import V1ConfigMap
 
 from tests.jobset import JobSet
 
+pytestmark = pytest.mark.nightly
+
 RUN = """\
 [model]
 config = "tiny/config.json"  # "quoted": and so on

@@ -134,7 +134,6 @@ def test_a_given_grid_leaves_no_rank_idle(pool: RankPool, values: dict[str, Any]
         pool.run(train, 2, run)
 
 
-@pytest.mark.limit(30)
 def test_an_error_of_the_planner_reaches_all_ranks(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -162,7 +161,6 @@ def test_init_writes_a_valid_run_config(values: dict[str, Any], tmp_path: Path, 
         assert words in said
 
 
-@pytest.mark.limit(120)
 def test_the_command_starts_ranks_stops_on_a_signal_and_resumes(tmp_path: Path) -> None:
     """SIGTERM reaches the ranks through torchrun's launcher; the next command resumes from their checkpoint."""
     values = write_run(tmp_path)

@@ -71,6 +71,7 @@ def reach(job: str, wanted: str, folder: Path, limit_s: float = 90) -> None:
     assert state(job) == wanted, said(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cluster")
 def test_a_warned_run_saves_is_requeued_and_resumes(tmp_path, capsys):
     """`fourfold launch slurm` on a real Slurm, with a rank on each of two nodes, warned during training."""
@@ -117,6 +118,7 @@ def test_a_warned_run_saves_is_requeued_and_resumes(tmp_path, capsys):
     assert len(ranks) == 4, said(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cluster")
 def test_a_cancelled_job_saves_and_is_not_requeued(tmp_path):
     job = submit_job(job_of(tmp_path, [slurm_rank.__file__, str(tmp_path)], nodes=1))
@@ -127,6 +129,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(tmp_path):
     assert state(job) == "CANCELLED"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cluster")
 def test_a_run_that_fails_fails_its_job(tmp_path):
     job = submit_job(job_of(tmp_path, ["--no-python", "false"], nodes=1))
@@ -134,6 +137,7 @@ def test_a_run_that_fails_fails_its_job(tmp_path):
     assert "start 0 ended with exit code 1" in (tmp_path / f"logs/slurm-{job}.out").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cluster")
 def test_a_job_whose_ranks_do_not_end_is_requeued(tmp_path):
     job = replace(job_of(tmp_path, ["--no-python", "sleep", "100"], nodes=1), warning_s=10)

@@ -142,7 +142,9 @@ def timeouts_of(shape: Shape, timeout_s: float) -> dict[str, timedelta]:
     }
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2, 2), (2, 2, 1, 2), (1, 1, 1, 8)])
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 2, 2), (2, 2, 1, 2), pytest.param((1, 1, 1, 8), marks=pytest.mark.nightly)]
+)
 def test_axis_groups_have_the_timeout_that_was_asked_for(shape: Shape, pool: RankPool) -> None:
     axes = {axis for axis, size in zip(AXES, shape, strict=True) if size > 1}
     for timeout_s in (41.0, 67.5):  # the second grid shares the groups of the first, and sets its own
@@ -169,6 +171,7 @@ def lose_a_peer(timeout_s: float, gave_up: Path) -> tuple[float, str]:
     return waited_s, message
 
 
+@pytest.mark.nightly
 def test_a_lost_peer_ends_the_wait(pool: RankPool, tmp_path: Path) -> None:
     timeout_s = 2.0
     waits = pool.run(lose_a_peer, 4, timeout_s, tmp_path / "gave_up")

@@ -44,14 +44,21 @@ def train(shape: Shape, kind: str, options: dict[str, Any]) -> Errors:
     [
         ("llama", (1, 1, 2, 2), {"weights": "fsdp2", "overlap": CHUNKS}),
         ("llama", (1, 1, 2, 4), {"weights": "streamed"}),  # two y ranks use one key/value head
-        ("llama", (1, 1, 4, 2), {"weights": "fsdp2", "activation_checkpointing": "full"}),
+        pytest.param(
+            "llama",
+            (1, 1, 4, 2),
+            {"weights": "fsdp2", "activation_checkpointing": "full"},
+            marks=pytest.mark.nightly,
+        ),
         (
             "llama",
             (1, 2, 2, 2),
             {"weights": "streamed", "overlap": AGAIN, "activation_checkpointing": "full"},
         ),
         ("qwen3", (1, 1, 2, 2), {"weights": "streamed", "overlap": AGAIN}),
-        ("gpt2", (1, 1, 2, 4), {"weights": "streamed", "overlap": CHUNKS}),
+        pytest.param(
+            "gpt2", (1, 1, 2, 4), {"weights": "streamed", "overlap": CHUNKS}, marks=pytest.mark.nightly
+        ),
         ("gpt2", (1, 2, 2, 1), {"weights": "fsdp2", "overlap": AGAIN}),
         ("gemma2", (1, 1, 2, 2), {"weights": "streamed", "overlap": ff.Overlap.none()}),
     ],

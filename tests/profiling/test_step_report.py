@@ -40,6 +40,7 @@ def measure(axis: Any) -> tuple[float, float, float, float]:
     return report.step_s, report.compute_s, report.exposed_s(axis), report.exposed_s(other)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("axis", ["z", "x"])
 def test_exposed_seconds_are_those_of_the_axis(axis: str, pool: RankPool) -> None:
     for step_s, compute_s, exposed_s, elsewhere_s in pool.run(measure, 4, axis):

@@ -132,6 +132,7 @@ def calibrate_rank(sizes):
     return None if result is None else as_file(result)
 
 
+@pytest.mark.nightly
 def test_a_calibrated_world_is_a_cluster_that_loads(pool, tmp_path):
     cases = (Case((1, 1, 1, 1), 2, 16, 64, 1, 128), Case((1, 1, 1, 2), 2, 16, 64, 1, 128))
     sizes = dataclasses.replace(SMALL, cases=cases)
@@ -155,6 +156,7 @@ def test_a_calibrated_world_is_a_cluster_that_loads(pool, tmp_path):
     assert cluster.measured.crowding >= 1
 
 
+@pytest.mark.nightly
 @needs_network
 def test_a_link_of_half_the_rate_is_found_to_be_one(tmp_path: Path):
     script = tmp_path / "rank.py"

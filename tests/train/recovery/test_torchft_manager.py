@@ -26,6 +26,7 @@ from tests.training import on, write_run
 HEAD = "http://head:29510"
 
 
+@pytest.mark.nightly
 def test_a_lost_replica_costs_the_other_no_step() -> None:
     pytest.importorskip("torchft", reason="torchft is not installed: pip install 'fourfold[torchft]'")
     found = torchft_replicas.measure(kills=1)

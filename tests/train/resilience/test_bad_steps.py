@@ -2,8 +2,9 @@
 
 import math
 import random
-from collections.abc import Sequence
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,33 @@ def test_majorities() -> None:
 # -- a slow rank -------------------------------------------------------------------------------------------------------
 
 
+class GivenSeconds(Stragglers):
+    """Steps of given times: 2 s on rank 2 and 1 s elsewhere, without waits."""
+
+    @contextmanager
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
+        self._is_measured = True
+        yield
+        self._waits_s.append(0.0)
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        own_s = 2.0 if torch.distributed.get_rank() == 2 else 1.0
+        super().on_step(trainer, replace(result, start=0.0, end=own_s))
+
+
+def train_for_given_seconds(values: dict[str, Any], factor: float) -> dict[int, float]:
+    stragglers = GivenSeconds(3, factor)
+    train(values, (1, 2, 1, 2), [], stragglers, steps=10)
+    return stragglers.named
+
+
+@pytest.mark.parametrize(("factor", "named"), [(1.5, {2: 2.0}), (2.5, {})])
+def test_a_rank_that_is_slow_by_the_factor_is_named_by_all(
+    pool: RankPool, values: dict[str, Any], factor: float, named: dict[int, float]
+) -> None:
+    assert pool.run(train_for_given_seconds, 4, values, factor) == [named] * 4
+
+
 def slow_down(values: dict[str, Any], seconds: float) -> dict[int, float]:
     stragglers = Stragglers(3, 1.5)
     fault = Fault("slow", "step", rank=2, step=1, seconds=seconds, steps=20)
@@ -311,6 +339,7 @@ def slow_down(values: dict[str, Any], seconds: float) -> dict[int, float]:
     return stragglers.named
 
 
+@pytest.mark.nightly
 def test_a_slow_rank_is_named_by_all(pool: RankPool, values: dict[str, Any]) -> None:
     for named in pool.run(slow_down, 4, values, 0.5):
         assert list(named) == [2]

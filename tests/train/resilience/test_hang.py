@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 
 from benchmarks.faults import peers, traced_run
@@ -139,11 +140,13 @@ def judge_with_a_skewed_clock(folder: str) -> str:
     return summary.read_text()
 
 
+@pytest.mark.nightly
 def test_a_live_rank_is_not_named_because_of_its_clock(pool: RankPool, tmp_path: Path) -> None:
     for summary in pool.run(judge_with_a_skewed_clock, 3, str(tmp_path)):
         assert summary.startswith("x all-reduce for loss, step 5: rank 2 never arrived")
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_is_named_with_the_collective_at_which_it_did_not_arrive(
     pool: RankPool, tmp_path: Path
 ) -> None:
@@ -169,6 +172,7 @@ def test_a_stopped_rank_is_named_with_the_collective_at_which_it_did_not_arrive(
         assert "the report says" in peers.find_damage(tmp_path / "hung", fault, shape, sequences[shape])
 
 
+@pytest.mark.nightly
 def test_when_a_rank_is_killed_the_others_exit_at_once(pool: RankPool, tmp_path: Path) -> None:
     file = traced_run.write(tmp_path / "run")
     _, fault = peers.drawn("kill", 0)
