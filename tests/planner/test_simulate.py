@@ -124,11 +124,6 @@ def test_two_of_an_axis_may_be_under_way_and_share_its_link():
     assert play(*events, in_flight=2, link_of=lambda s: s.module).step_s == 2
 
 
-def test_to_start_a_collective_is_work():
-    step = play(work(1), start(2), wait(), start_s=lambda s: 0.25)
-    assert (step.step_s, step.compute_s, step.exposed_s["z"]) == (3.25, 1.25, 2)
-
-
 def test_spans_tell_when_each_was_under_way():
     step = play(start(1, "z", "a"), start(1, "z", "b"), work(3), wait("z", "b"), keep_spans=True)
     found = {(s.track, s.name): (s.start_s, s.end_s) for s in step.spans}

@@ -142,10 +142,6 @@ def run(options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(as_json(plan, title)))
     if options.html or options.trace:
         timeline = _timeline(path, best, sequences, options.length, cluster, precision)
-        if not timeline.spans:
-            print(
-                f"Ranks of {cluster.name} share cores and were played through together: there is no timeline of one."
-            )
         if options.html:
             write_page(options.html, plan, cluster, title, timeline)
             print(f"wrote {options.html}")

@@ -1,14 +1,11 @@
 """What calibration measures on the ranks: collectives, operators, and both at the same time.
 
-Every rank runs this, all at once, as in a training step: what ranks share (a node's link, a CPU's cores) is in the
-figures. Collectives are those of the engine, through its own account; their time is that of the slowest rank. Operators
-on CPU are timed by what the kernel says that a core worked for them, times the ranks to a core (`crowding`): by the clock
-they would vary with who has his turn when.
+Every rank runs this at the same time, as in a training step, so the results include what ranks share, such as a node's
+link. Collectives are those of the engine. A time is that of the slowest rank.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
@@ -29,9 +26,8 @@ from fourfold.planner.search import divisors
 
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _LEAST, _MOST = 3, 15  # repetitions
-# Short calls are repeated within a repetition until it is at least so long: many time slices, where ranks share cores.
+# Short calls are repeated within a repetition until it takes at least this long.
 _CALLS_S = 0.1
-_ON_CORE, _ON_CORE_S = 5, 0.02  # the same by the time on a core, which needs less of it
 
 
 @dataclass(frozen=True)
@@ -107,41 +103,6 @@ class Probe:
 
         return Timing(tuple(self.timed(several) / calls for _ in range(times)))
 
-    def operator(self, work: Callable[[], Any]) -> Timing:
-        """One call of ``work`` with all ranks at it."""
-        if self.device.type == "cuda":
-            return self.repeated(work)
-        work()
-        calls = max(1, min(2000, round(_ON_CORE_S / max(self._on_core_s(work, 1), 1e-6))))
-        return Timing(tuple(self._on_core_s(work, calls) * self.crowding for _ in range(_ON_CORE)))
-
-    @functools.cached_property
-    def crowding(self) -> float:
-        """Ranks to a core: how much longer by the clock than on a core all ranks need when all have work."""
-        if self.device.type == "cuda":
-            return 1.0
-        multiply = self.matmul(128, 128, 128)
-        on_core_s = by_clock_s = 0.0
-        dist.barrier()
-        until_s = time.perf_counter() + 2 * _CROWDING_S
-        while by_clock_s < _CROWDING_S and time.perf_counter() < until_s:
-            start_s, busy_s = time.perf_counter(), time.process_time()
-            for _ in range(100):
-                multiply()
-            by_clock_s += time.perf_counter() - start_s
-            on_core_s += time.process_time() - busy_s
-        mean = _agreed(by_clock_s / on_core_s, dist.ReduceOp.SUM) / dist.get_world_size()
-        return max(1.0, mean)
-
-    def _on_core_s(self, work: Callable[[], Any], calls: int) -> float:
-        """Seconds of a core for one call, the mean over ranks."""
-        dist.barrier()
-        start_s = time.process_time()
-        for _ in range(calls):
-            work()
-        taken_s = (time.process_time() - start_s) / calls
-        return _agreed(taken_s, dist.ReduceOp.SUM) / dist.get_world_size()
-
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def collective(
@@ -212,7 +173,7 @@ class Probe:
         """How much longer (computation, communication) takes while there is the other: `slow_downs` of three times."""
         start = self.collective("all_reduce", payload_bytes, ranks, inner_ranks)
         multiply = self.matmul(64, 64, 64)  # short, so that the end of a collective is seen soon
-        one_s, once_s = self.repeated(lambda: start().wait()).median_s, self.operator(multiply).median_s
+        one_s, once_s = self.repeated(lambda: start().wait()).median_s, self.repeated(multiply).median_s
         flights = max(4, math.ceil(_TOGETHER_S / one_s))
         products = max(1, round(flights * one_s / once_s))
 
@@ -253,7 +214,6 @@ class Probe:
 
 
 _TOGETHER_S = 0.3
-_CROWDING_S = 1.0
 
 
 def slow_downs(

@@ -172,7 +172,8 @@ def from_dict(values: dict[str, Any]) -> Cluster:
     """A cluster from what a TOML or JSON file says; a word that is not known is refused with the nearest that is."""
     _check_keys("a cluster file", values, ["name", "source", "assumed", *_SECTIONS, "measured"])
     measured = dict(values.get("measured", {}))
-    _check_keys("[measured]", measured, [f.name for f in dataclasses.fields(Measured)])
+    known = [f.name for f in dataclasses.fields(Measured)]
+    _check_keys("[measured]", measured, known, " If an older version wrote it, run fourfold calibrate again")
     parts: dict[str, Any] = {}
     for section, kind in _SECTIONS.items():
         given = dict(values.get(section, {}))
@@ -243,12 +244,12 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
-def _check_keys(where: str, given: dict[str, Any], known: list[str]) -> None:
+def _check_keys(where: str, given: dict[str, Any], known: list[str], advice: str = "") -> None:
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1, cutoff=0.0)[0]
             raise ValueError(
-                f"{where} has {key!r}, which is none of its {len(known)} words; did you mean {near!r}?"
+                f"{where} has {key!r}, which is not one of its {len(known)} keys; did you mean {near!r}?{advice}"
             )
 
 

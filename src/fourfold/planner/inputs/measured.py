@@ -67,8 +67,7 @@ class Together:
     ranks: int
     inner_ranks: int
     compute: float
-    communication: float  # of what moves many bytes
-    latency: float = 1.0  # of what moves few: each hop waits until a core is free for it
+    communication: float
 
 
 @dataclass(frozen=True)
@@ -85,27 +84,14 @@ class MatmulTime:
 
 
 @dataclass(frozen=True)
-class PhaseCost:
-    """What a phase of the engine's step takes beside its matmuls and attention, fitted to a reference model's steps."""
-
-    phase: str
-    operator_us: float  # each operator: Python, autograd, dispatch
-    start_us: float  # each collective: to start it and to take it up again, without what is in flight
-    memory_gbps: float  # bytes read and written by operators that are neither matmul nor attention
-
-
-@dataclass(frozen=True)
 class Measured:
     """Everything that was measured; empty for a cluster that was not."""
 
     collectives: tuple[CollectiveTimes, ...] = ()
     together: tuple[Together, ...] = ()
     matmuls: tuple[MatmulTime, ...] = ()
-    phases: tuple[PhaseCost, ...] = ()
     attention_forward_tflops: float | None = None
     attention_backward_tflops: float | None = None
-    # Ranks to a core: 1, unless they share them. Operators' times here are those with all ranks at work.
-    crowding: float = 1.0
 
     def collective(self, kind: str, ranks: int, inner_ranks: int) -> CollectiveTimes | None:
         for times in self.collectives:
@@ -118,9 +104,6 @@ class Measured:
             if (together.ranks, together.inner_ranks) == (ranks, inner_ranks):
                 return together
         return None
-
-    def phase(self, name: str) -> PhaseCost | None:
-        return next((cost for cost in self.phases if cost.phase == name), None)
 
     def matmul_flops_per_s(self, m: float, n: float, k: float) -> float | None:
         """The rate of the shapes nearest to this one that were measured, the nearer the more it counts.
@@ -148,7 +131,6 @@ _ROWS: dict[str, type] = {
     "collectives": CollectiveTimes,
     "together": Together,
     "matmuls": MatmulTime,
-    "phases": PhaseCost,
 }
 
 
