@@ -89,7 +89,7 @@ def dry_bytes(model: str, layout: Layout) -> float:
 
 @pytest.mark.parametrize(("model", "layout"), POINTS, ids=str)
 def test_the_closed_form_is_the_dry_run(model, layout):
-    closed = memory(from_config(MODELS[model].to_dict()), layout, SEQUENCES * LENGTH, length=LENGTH)
+    closed = memory(from_config(MODELS[model].to_dict()), layout, SEQUENCES * LENGTH)
     assert closed.total_bytes == pytest.approx(dry_bytes(model, layout), rel=BAR), closed
 
 

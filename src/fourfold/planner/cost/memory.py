@@ -97,60 +97,61 @@ def norm_bytes(workload: Workload, cut: bool, work_bytes: int = WORK_BYTES) -> i
     return 2 * WIDE_BYTES + work_bytes  # centred and normal in fp32 (parallel/norm.py)
 
 
-def saved_bytes_per_token(workload: Workload, y: int, x: int, work_bytes: int = WORK_BYTES) -> float:
-    """What autograd keeps of one block for one token."""
-    w = workload
-    cut = y * x > 1
-    kv = w.kv_features / min(x, w.kv_heads)
-    # q and k after rotation, v, the attention's output. Cut linears put q, k and v in one buffer, which v keeps whole, unless
-    # a bias is added and makes a new v.
-    copies = 3 if cut and not (w.bias or w.qkv_bias) else 2
-    features = copies * (w.q_features / x + kv) + w.activation_copies * w.ffn / x
-    return (
-        work_bytes * features + 2 * norm_bytes(w, cut, work_bytes) * w.hidden / y + HEAD_BYTES * w.heads / x
-    )
-
-
-def saved_by_tokens(
+def saved_bytes_per_token(
     workload: Workload,
     y: int,
     x: int,
     *,
-    keep_inputs: bool,
+    by_tokens: bool = False,
+    keep_inputs: bool = True,
     work_bytes: int = WORK_BYTES,
-    samples: float | None = None,
 ) -> float:
-    """The same with token-sharded activations, for one of the tokens that all x and y ranks share.
+    """What autograd keeps of one block for one token; ``by_tokens``, for one of the tokens that x and y ranks share.
 
-    Everything is cut over both axes, but for the gathered inputs of linears where they are kept, the norms' statistics, and
-    key/value heads where they are fewer than the ranks.
+    Token-sharded, everything is sharded over both axes except the gathered inputs of linears where they are kept, the
+    norms' statistics, and heads that do not divide.
     """
     w = workload
-    cut = y * x
-    over_y = w.core_over_y(y, x, samples)
-    parts = x if over_y == "whole" else cut
-    # q and k after rotation, v, the attention's output. v is in one buffer with its siblings that leave in the same way, and
-    # keeps it whole, unless a bias makes a new v, or it was copied out of it. With y = 1 each has memory of its own; of one
-    # matrix for all three v is a part of their buffer, and where nothing is rotated so are q and k.
-    of_x = w.kv_features / min(x, w.kv_heads)
-    kv = w.kv_features / min(cut, w.kv_heads) if over_y == "heads" else of_x * x / parts
-    has_bias = w.bias or w.qkv_bias
-    if w.fused_qkv:
-        v = w.q_features / parts + 2 * kv if w.rotates else kv
-    elif y == 1:
-        v = kv
-    elif over_y == "heads":
-        v = kv if w.kv_heads % cut == 0 else of_x * (1 if has_bias else 2)
-    else:
-        v = kv if has_bias else w.q_features / parts + 2 * kv
-    features = 2 * w.q_features / parts + kv + v + (w.activation_copies - 1) * w.ffn / cut
-    # The inputs of down, of o (beside the attention's output, which is a part of it), of q, k, v and of gate and up.
-    features += w.ffn / (x if keep_inputs else cut)
-    if keep_inputs and y > 1 and over_y != "whole":
+    ranks = y * x
+    by_heads = by_tokens and w.divides_heads(ranks)
+    q_parts, inner_parts, hidden_parts = (
+        ranks if by_heads else x,
+        ranks if by_tokens else x,
+        ranks if by_tokens else y,
+    )
+    kv = w.kv_features / min(q_parts, w.kv_heads)
+    # q and k after rotation, v, the attention's output.
+    features = 2 * w.q_features / q_parts + kv + _saved_v(w, y, x, by_tokens=by_tokens)
+    # The MLP's tensors, of which the input of down is gathered; the inputs of o (in addition to the attention's output, which
+    # is a part of it), of q, k, v and of gate and up.
+    features += (w.activation_copies - 1) * w.ffn / inner_parts + w.ffn / (x if keep_inputs else inner_parts)
+    if keep_inputs and y > 1 and by_heads:
         features += w.q_features / x
-    features += 2 * w.hidden / (y if keep_inputs else cut)
-    norms = 2 * ((norm_bytes(w, True, work_bytes) - work_bytes) * w.hidden / cut + WIDE_BYTES / x)
-    return work_bytes * features + norms + HEAD_BYTES * w.heads / parts
+    features += 2 * w.hidden / (y if keep_inputs else hidden_parts)
+    norm = norm_bytes(w, by_tokens or ranks > 1, work_bytes) - work_bytes
+    norms = 2 * (norm * w.hidden / hidden_parts + (WIDE_BYTES / x if by_tokens else 0.0))
+    return work_bytes * features + norms + HEAD_BYTES * w.heads / q_parts
+
+
+def _saved_v(w: Workload, y: int, x: int, *, by_tokens: bool) -> float:
+    """Features that v keeps alive: its own, or the whole buffer of outputs that were reduced together.
+
+    A bias makes a new v. Token-sharded, v is also new where it was copied out of the buffer, and with y = 1 each output has its
+    own memory; one matrix for q, k and v has one buffer for all three, which v is a part of, and q and k if nothing is rotated.
+    """
+    ranks = y * x
+    by_heads = by_tokens and w.divides_heads(ranks)
+    q, kv = (
+        w.q_features / (ranks if by_heads else x),
+        w.kv_features / min(ranks if by_heads else x, w.kv_heads),
+    )
+    has_bias = w.bias or w.qkv_bias
+    if by_tokens and w.fused_qkv:
+        return q + 2 * kv if w.rotates else kv
+    if by_heads and y > 1:
+        return kv if w.kv_heads % ranks == 0 else w.kv_features / min(x, w.kv_heads) * (1 if has_bias else 2)
+    shares_buffer = y > 1 if by_tokens else ranks > 1
+    return q + 2 * kv if shares_buffer and not has_bias else kv
 
 
 def memory(
@@ -159,25 +160,13 @@ def memory(
     tokens: float,
     shard: Shard | None = None,
     work_bytes: int = WORK_BYTES,
-    length: int | None = None,
 ) -> Memory:
-    """The peak of a rank that puts ``tokens`` through at a time, by category.
-
-    Without the ``length`` of a sequence, so many that y divides them.
-    """
+    """The peak of a rank that processes ``tokens`` at a time, by category."""
     shard = shard or shard_of(workload, layout.y, layout.x)
-    samples = tokens / length if length else None
-    return max(_moments(workload, layout, tokens, shard, work_bytes, samples), key=_total)
+    return max(_moments(workload, layout, tokens, shard, work_bytes), key=_total)
 
 
-def _moments(
-    w: Workload,
-    layout: Layout,
-    tokens: float,
-    shard: Shard,
-    work_bytes: int,
-    samples: float | None = None,
-) -> Iterator[Memory]:
+def _moments(w: Workload, layout: Layout, tokens: float, shard: Shard, work_bytes: int) -> Iterator[Memory]:
     whole = w.layers * shard.block + shard.outside
     stored = whole / layout.z
     cut = layout.y * layout.x > 1
@@ -193,17 +182,14 @@ def _moments(
     # Activations.
     if layout.by_tokens:
         hidden, ffn = hidden / layout.x, ffn / layout.y
-        saved_bytes = saved_by_tokens(
-            w,
-            layout.y,
-            layout.x,
-            keep_inputs=layout.keep_inputs,
-            work_bytes=work_bytes,
-            samples=samples,
-        )
-    else:
-        saved_bytes = saved_bytes_per_token(w, layout.y, layout.x, work_bytes)
-    block_saved = tokens * saved_bytes
+    block_saved = tokens * saved_bytes_per_token(
+        w,
+        layout.y,
+        layout.x,
+        by_tokens=layout.by_tokens,
+        keep_inputs=layout.keep_inputs or not layout.by_tokens,
+        work_bytes=work_bytes,
+    )
     block_input = work_bytes * hidden
     each, live = (block_input, block_saved) if is_recomputed else (block_saved, 0.0)
     norm = norm_bytes(w, cut, work_bytes)

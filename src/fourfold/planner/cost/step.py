@@ -19,7 +19,6 @@ from fourfold.planner.cost.collective import Kind, collective_s
 from fourfold.planner.cost.compute import Kernels, memory_s
 from fourfold.planner.cost.elementwise import copied_bytes, optimizer_bytes
 from fourfold.planner.cost.memory import Memory, Shard, memory, shard_of
-from fourfold.planner.cost.token_block import token_block_passes, token_ends_pass
 from fourfold.planner.inputs.cluster import Cluster, Device
 from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
 from fourfold.planner.inputs.workload import Workload
@@ -84,12 +83,10 @@ class Prices:
                 ranks, inner = (x, 1) if axis == "x" else (y, x)
                 return self.collective_s(kind, payload_bytes, ranks, inner)
 
-            by_tokens = activations == "token-sharded"
-            block, ends = (token_block_passes, token_ends_pass) if by_tokens else (block_passes, ends_pass)
             timing = (self.cluster.device, self.kernels, self.schedule, self.cluster.slowdown)
-            given = Given(tokens, y, x, *timing, send, keep_inputs)
-            forward, backward = block(self.workload, self.length, given)
-            self._passes[key] = (forward, backward, ends(self.workload, given))
+            given = Given(tokens, y, x, *timing, send, activations == "token-sharded", keep_inputs)
+            forward, backward = block_passes(self.workload, self.length, given)
+            self._passes[key] = (forward, backward, ends_pass(self.workload, given))
         return self._passes[key]
 
     def shard(self, y: int, x: int) -> Shard:
@@ -99,7 +96,7 @@ class Prices:
 
     def memory(self, layout: Layout, tokens: float) -> Memory:
         shard = self.shard(layout.y, layout.x)
-        return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes, self.length)
+        return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes)
 
     def tokens_at_once(self, layout: Layout, global_batch_sequences: int) -> float:
         """Tokens of one rank's micro-batch."""

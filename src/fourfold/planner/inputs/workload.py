@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fourfold.untrusted_input import read_json
 
@@ -19,9 +19,8 @@ _UNGATED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "starc
 # Families that multiply q, k and v in one matrix, and those whose norms of q and k look at all heads of a rank.
 _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "bloom", "mpt", "persimmon", "falcon")
 _NORMS_ALL_HEADS = ("olmo2", "olmo3")
-# Families whose positions are not in q and k, and those whose attention is given slopes (ALiBi).
+# Families whose positions are not in q and k.
 _NOT_ROTATED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt", "bloom", "mpt")
-_SLOPES = ("bloom", "mpt", "falcon")
 # The same thing in the words of several families.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -57,9 +56,6 @@ class Workload:
     fused_qkv: bool = False  # q, k and v are one matrix
     norms_all_heads: bool = False  # q and k have norms over the heads of a rank together
     rotates: bool = True  # positions are in q and k, which are made anew by it
-    by_sample_and_head: bool = (
-        False  # attention is given slopes, of which a y rank's samples have no part of their own
-    )
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -116,18 +112,11 @@ class Workload:
         outside = self.table * (1 if self.tied else 2) + self.positions * self.hidden
         return self.layers * self.block_parameters + outside + self.hidden * (2 if self.bias else 1)
 
-    def cuts_heads(self, parts: int) -> bool:
-        """Can attention's heads be cut into so many, whole key/value heads each? (`parallel/sequence_roles.py`)"""
+    def divides_heads(self, parts: int) -> bool:
+        """Can attention be sharded into this many parts with whole heads each? (`parallel/sequence_roles.py`)"""
         if self.heads % parts or self.norms_all_heads:
             return False
         return self.kv_heads % parts == 0 or (parts % self.kv_heads == 0 and not self.fused_qkv)
-
-    def core_over_y(self, y: int, x: int, samples: float | None) -> Literal["heads", "samples", "whole"]:
-        """What of attention's core y ranks share out where activations are token-sharded; samples of any number divide."""
-        if self.cuts_heads(y * x):
-            return "heads"
-        uneven = samples is not None and samples % y != 0
-        return "whole" if uneven or self.by_sample_and_head else "samples"
 
     # -- work ----------------------------------------------------------------------------------------------------
 
@@ -198,7 +187,6 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         fused_qkv=family in _FUSED_QKV,
         norms_all_heads=family in _NORMS_ALL_HEADS,
         rotates=family not in _NOT_ROTATED,
-        by_sample_and_head=family in _SLOPES,
     )
 
 
