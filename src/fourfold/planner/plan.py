@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import track
 
+from fourfold.mesh.axes import divisors, factorisations
 from fourfold.planner.cost.compute import Kernels
 from fourfold.planner.cost.step import Estimate
 from fourfold.planner.dry_run_estimate import (
@@ -29,7 +30,7 @@ from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Activations, Layout
 from fourfold.planner.inputs.workload import Workload
-from fourfold.planner.search import RESERVE, Plan, Rejected, divisors, grids, search, too_large
+from fourfold.planner.search import RESERVE, Plan, Rejected, search, too_large
 from fourfold.planner.workers import estimate_all, estimate_by_dry_run
 
 
@@ -175,7 +176,9 @@ def _without_formulas(
     """Every grid whose data and z divide the batch, few tensor ranks first, each with one micro-batch and as many as fit."""
     layouts: list[Layout] = []
     rejected: list[Rejected] = []
-    for data, z, y, x in sorted(grids(ranks), key=lambda grid: (grid[2] * grid[3], grid[2], -grid[1])):
+    for data, z, y, x in sorted(
+        factorisations(ranks), key=lambda grid: (grid[2] * grid[3], grid[2], -grid[1])
+    ):
         if given.sequences % (data * z):
             reason = f"data*z={data * z} does not divide the global batch of {given.sequences}"
             rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
+from fourfold.mesh.axes import divisors, factorisations
 from fourfold.planner.cost.compute import Kernels
 from fourfold.planner.cost.memory import WORK_BYTES
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
@@ -55,19 +55,6 @@ class Plan:
         """The layout that is the least over the memory; any other if none failed for memory."""
         over = [r for r in self.rejected if r.over_bytes > 0]
         return min(over, key=lambda r: r.over_bytes) if over else self.rejected[0]
-
-
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
-
-
-def grids(ranks: int) -> Iterator[tuple[int, int, int, int]]:
-    """All (data, z, y, x) of so many ranks."""
-    for x in divisors(ranks):
-        for y in divisors(ranks // x):
-            for z in divisors(ranks // (x * y)):
-                yield ranks // (x * y * z), z, y, x
 
 
 def why_not_grid(workload: Workload, grid: tuple[int, int, int, int], batch_sequences: int) -> str | None:
@@ -133,7 +120,7 @@ def search(
     ranked: list[Estimate] = []
     rejected: list[Rejected] = []
     considered = 0
-    for grid in grids(ranks):
+    for grid in factorisations(ranks):
         data, z, y, x = grid
         if x * y > tensor_ranks_at_most:
             continue

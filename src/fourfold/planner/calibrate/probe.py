@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fourfold.mesh.axes import divisors
 from fourfold.mesh.clock import clock_of
 from fourfold.mesh.collectives import Collectives, Kind, Pending
 from fourfold.planner.inputs.measured import spread
-from fourfold.planner.search import divisors
 
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _LEAST, _MOST = 3, 15  # repetitions
