@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.mesh.axes import AXES
 from fourfold.planner.cost.compute import Kernels, operation_s
 from fourfold.planner.cost.memory import Memory
+from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, utilisation
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
@@ -88,6 +89,7 @@ def estimate_in_process(
     target: str,
     precision: Any,
     roles: Mapping[str, str] | None,
+    optimizer: Optimizer = "adamw",
 ) -> DryRunEstimate:
     from fourfold.dry_run.run import dryrun
     from fourfold.weights.overlap import Overlap
@@ -105,6 +107,7 @@ def estimate_in_process(
         weights=layout.weights,
         overlap=Overlap(keep_bytes=layout.keep_bytes, keep_inputs=layout.keep_inputs),
         target=target,
+        optimizer=optimizer,
     )
     return DryRunEstimate(layout, done.trace, done.peak)
 

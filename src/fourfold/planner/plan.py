@@ -17,6 +17,7 @@ from rich.progress import track
 
 from fourfold.mesh.axes import divisors, factorisations
 from fourfold.planner.cost.compute import Kernels
+from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate
 from fourfold.planner.dry_run_estimate import (
     DryRunEstimate,
@@ -44,6 +45,7 @@ def plan(
     simulate: int = 20,
     weights: Literal["fsdp2", "streamed"] | None = None,
     precision: Literal["bf16", "fp32"] | None = None,
+    optimizer: Optimizer = "adamw",
     checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
     activations: Activations | None = None,
     keep_inputs: tuple[bool, ...] = (True, False),
@@ -58,7 +60,8 @@ def plan(
     ``model`` is the path of a Hugging Face ``config.json``, such a configuration, or a module of it; ``cluster`` a preset's
     name, the path of a TOML file, or a `Cluster`. The global batch is ``sequences`` of ``length`` tokens. The formulas rank
     all; the first ``simulate`` are then simulated over their dry runs, whose memory replaces that of the formulas, and ranked
-    by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given. Replicated and
+    by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given;
+    ``optimizer`` is that of the run. Replicated and
     token-sharded ``activations`` are both looked at, unless one is given; the latter with gathered inputs that are kept and
     that come again, unless ``keep_inputs`` says which.
 
@@ -75,7 +78,9 @@ def plan(
     source, workload = describe(model)
     weights = weights or ("fsdp2" if target_of(machines) == "cuda" else "streamed")
     work = precision or precision_of(machines)
-    given = _Given(source, workload, machines, kernels, sequences, length, reserve, roles, quiet, work)
+    given = _Given(
+        source, workload, machines, kernels, sequences, length, reserve, roles, quiet, work, optimizer
+    )
     if workload is None:
         # Few such modules can be cut by their tokens, and each try is a dry run.
         return _without_formulas(given, ranks, weights, checkpointing, activations or "replicated", dry_runs)
@@ -87,6 +92,7 @@ def plan(
         length,
         schedule=schedule_of(machines, work),
         kernels=kernels,
+        optimizer=optimizer,
         weights=weights,
         checkpointing=checkpointing,
         activations=(activations,) if activations else ("replicated", "token-sharded"),
@@ -128,6 +134,7 @@ class _Given:
     roles: Mapping[str, str] | None
     quiet: bool
     precision: str
+    optimizer: Optimizer
 
     @property
     def target(self) -> str:
@@ -203,7 +210,16 @@ def _without_formulas(
 def _rehearsed(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, DryRunEstimate | ValueError]]:
     """Each layout with its dry run, or why there is none; several beside each other, and a bar where one waits."""
     arguments = [
-        (given.source, layout, given.sequences, given.length, given.target, given.precision, given.roles)
+        (
+            given.source,
+            layout,
+            given.sequences,
+            given.length,
+            given.target,
+            given.precision,
+            given.roles,
+            given.optimizer,
+        )
         for layout in layouts
     ]
     if len(layouts) < _WORTH_PROCESSES:

@@ -9,6 +9,7 @@ from typing import Literal
 from fourfold.mesh.axes import divisors, factorisations
 from fourfold.planner.cost.compute import Kernels
 from fourfold.planner.cost.memory import WORK_BYTES
+from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import FOURFOLD, Activations, Layout, Schedule, undivided_axis
@@ -102,6 +103,7 @@ def search(
     *,
     schedule: Schedule = FOURFOLD,
     kernels: Kernels | None = None,
+    optimizer: Optimizer = "adamw",
     weights: Literal["fsdp2", "streamed"] = "fsdp2",
     checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
     activations: tuple[Activations, ...] = ("replicated", "token-sharded"),
@@ -115,7 +117,7 @@ def search(
     them, and all; token-sharded ``activations`` where there are tensor ranks, with gathered inputs that are kept and that come
     again (``keep_inputs``). More than ``tensor_ranks_at_most`` ranks on y and x together are not looked at.
     """
-    prices = Prices(workload, cluster, length, schedule, kernels)
+    prices = Prices(workload, cluster, length, schedule, kernels, optimizer)
     limit_bytes = cluster.device.memory_gib * 2**30 * (1 - reserve)
     ranked: list[Estimate] = []
     rejected: list[Rejected] = []

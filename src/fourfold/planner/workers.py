@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.dry_run_estimate import DryRunEstimate, estimate_in_process
 from fourfold.planner.inputs.layout import Layout
 
@@ -29,11 +30,12 @@ def estimate_by_dry_run(
     target: str,
     precision: str = "bf16",
     roles: Mapping[str, str] | None = None,
+    optimizer: Optimizer = "adamw",
 ) -> DryRunEstimate:
     """The dry run of a layout; in a process of its own if this one is a rank already."""
     import torch.distributed as dist
 
-    given = (source, layout, sequences, length, target, precision, roles)
+    given = (source, layout, sequences, length, target, precision, roles, optimizer)
     if not (dist.is_available() and dist.is_initialized()):
         return estimate_in_process(*given)
     with Worker() as worker:

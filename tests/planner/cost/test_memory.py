@@ -7,6 +7,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, Starcoder2Config
 
 from fourfold import Overlap
+from fourfold.dry_run.memory import Peak
 from fourfold.dry_run.run import dryrun
 from fourfold.planner.cost.memory import memory
 from fourfold.planner.inputs.layout import Layout
@@ -72,8 +73,8 @@ POINTS += [
 
 
 @functools.cache
-def dry_bytes(model: str, layout: Layout) -> float:
-    done = dryrun(
+def dry_peak(model: str, layout: Layout, optimizer: Any = "adamw") -> Peak:
+    return dryrun(
         MODELS[model],
         layout.grid,
         sequences=SEQUENCES * layout.micro_batches * layout.data * layout.z,
@@ -83,14 +84,14 @@ def dry_bytes(model: str, layout: Layout) -> float:
         activation_checkpointing=layout.activation_checkpointing,
         weights=layout.weights,
         overlap=Overlap(keep_inputs=layout.keep_inputs),
-    )
-    return done.peak.bytes
+        optimizer=optimizer,
+    ).peak
 
 
 @pytest.mark.parametrize(("model", "layout"), POINTS, ids=str)
 def test_the_closed_form_is_the_dry_run(model, layout):
     closed = memory(from_config(MODELS[model].to_dict()), layout, SEQUENCES * LENGTH)
-    assert closed.total_bytes == pytest.approx(dry_bytes(model, layout), rel=BAR), closed
+    assert closed.total_bytes == pytest.approx(dry_peak(model, layout).bytes, rel=BAR), closed
 
 
 def test_a_deep_model_is_no_further_off():
@@ -100,3 +101,27 @@ def test_a_deep_model_is_no_further_off():
     done = dryrun(config, layout.grid, sequences=32, length=LENGTH, **options)
     closed = memory(from_config(config.to_dict()), layout, SEQUENCES * LENGTH)
     assert closed.total_bytes == pytest.approx(done.peak.bytes, rel=BAR), closed
+
+
+# The last two have few tokens for their weights, so that the optimizer's step is the peak.
+MUON_POINTS = [
+    ("llama", Layout(1, 4, 1, 1), 4),
+    ("llama", Layout(1, 2, 2, 2, 1, "full", weights="streamed"), 4),
+    ("all heads", Layout(1, 1, 1, 4), 1),
+    ("gpt2, learned positions", Layout(1, 2, 2, 1, 1, "full"), 1),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "sequences"), MUON_POINTS, ids=str)
+def test_the_closed_form_of_muon_is_its_dry_run(model, layout, sequences, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.SEQUENCES", sequences)
+    dry_peak.cache_clear()
+    workload = from_config(MODELS[model].to_dict())
+    muon, adamw = (memory(workload, layout, sequences * LENGTH, optimizer=o) for o in ("muon", "adamw"))
+    peak = dry_peak(model, layout, "muon")
+    assert muon.total_bytes == pytest.approx(peak.bytes, rel=BAR), (muon, peak)
+    assert muon.optimizer_bytes == pytest.approx(peak.by_category["optimizer"], rel=BAR)
+    # One momentum instead of two moments of every matrix in a block.
+    matrices = workload.layers * sum(workload.block_matrices) / layout.ranks
+    if "optimizer" not in muon.moment:
+        assert adamw.optimizer_bytes - muon.optimizer_bytes == pytest.approx(4 * matrices)

@@ -7,6 +7,7 @@ at the same time. The node's cards are shared between them (arXiv 2502.08145, eq
     ring           (n-k) hops inside nodes and k-1 between them; S (n-1)/n bytes past every link, all-reduce twice both
     tree           all-reduce alone: (g-1) hops inside a node, log2 k between nodes, both ways; 2 S (k-1)/k past a node
     hierarchical   inside the node, then between nodes by recursive doubling: log2 k hops, the bytes of both in turn
+    pairwise       all-to-all alone: a hop to every other rank; S (g-1)/n bytes inside a node and g S (n-g)/n out of it
 
 with n ranks on k nodes of g each. Hops and their latencies: NVIDIA/nccl src/graph/tuning.cc.
 """
@@ -18,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from fourfold.planner.inputs.cluster import Cluster
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 class Placement(NamedTuple):
@@ -106,7 +107,7 @@ def collective_s(kind: Kind, payload_bytes: float, ranks: int, inner_ranks: int,
     large = (library.base_us, library.hop_us, library.net_hop_us)
     small = (library.small_base_us, library.small_hop_us, library.small_net_hop_us)
     least = math.inf
-    for algorithm in library.algorithms:
+    for algorithm in ("pairwise",) if kind == "all_to_all" else library.algorithms:
         cost = _COSTS[algorithm]
         for latencies_us, limit_gbps in ((large, math.inf), (small, library.small_gbps)):
             links = (min(inside, limit_gbps), min(between, limit_gbps))
@@ -175,4 +176,22 @@ def _hierarchical_s(
     return 2 * base_us * 1e-6 + passes * (hops_us * 1e-6 + inside_s + between_s)
 
 
-_COSTS = {"ring": _ring_s, "tree": _tree_s, "hierarchical": _hierarchical_s}
+def _pairwise_s(
+    kind: Kind,
+    payload_bytes: float,
+    at: Placement,
+    latencies_us: tuple[float, float, float],
+    links_gbps: tuple[float, float],
+    in_switch_gain: float,
+) -> float:
+    base_us, hop_us, net_hop_us = latencies_us
+    hops_us = (at.ranks - at.nodes) * hop_us + (at.nodes - 1) * net_hop_us
+    inside, between = links_gbps
+    moving_s = max(
+        payload_bytes * (at.per_node - 1) / at.ranks / (inside * 1e9),
+        at.per_node * payload_bytes * (at.ranks - at.per_node) / at.ranks / (between * 1e9),
+    )
+    return (base_us + hops_us) * 1e-6 + moving_s
+
+
+_COSTS = {"ring": _ring_s, "tree": _tree_s, "hierarchical": _hierarchical_s, "pairwise": _pairwise_s}

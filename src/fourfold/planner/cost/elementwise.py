@@ -38,7 +38,8 @@ _LOSS = {"fused": 66, "eager": 30 + 44}
 _ENDS = {"fused": 12, "eager": 4 + 36 + 92}
 # AdamW reads parameter, gradient and two moments and writes all but the gradient; as a list of operators over all parameters it
 # passes over them eight times. Clipping reads the gradients, and reads and writes them once more.
-_OPTIMIZER = {"fused": 28 + 12, "eager": 80 + 12}
+CLIP_BYTES = 12
+_ADAMW = {"fused": 28, "eager": 80}
 
 
 def block_bytes(
@@ -91,7 +92,7 @@ def ends_bytes(
 
 def optimizer_bytes(elementwise: str) -> float:
     """Of clipping and AdamW, for each parameter that a rank stores."""
-    return _OPTIMIZER[elementwise]
+    return _ADAMW[elementwise] + CLIP_BYTES
 
 
 def copied_bytes(layout: Layout, elementwise: str) -> Moved:

@@ -12,11 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fourfold.planner.cost.optimizer import (
+    ADAMW_STATE_BYTES,
+    MUON_STATE_BYTES,
+    Optimizer,
+    muon_matrices,
+    muon_step_bytes,
+)
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import Workload
 
 MASTER_BYTES = 4
-MOMENTS_BYTES = 8  # AdamW's two
 STEP_BYTES = 4  # foreach AdamW makes one temporary of every shard
 GRADIENT_BYTES = 4
 WORK_BYTES = 2  # bf16, unless the work is in fp32
@@ -37,6 +43,7 @@ class Shard(NamedTuple):
     """Elements on one rank before z cuts them."""
 
     block: float
+    matrices: float  # the part of a block that is matrices
     table: float  # the embedding; the head has as many
     outside: float  # what is in no block, each element once
     largest: float  # the largest matrices of a block that are gathered at once
@@ -59,7 +66,8 @@ def shard_of(workload: Workload, y: int, x: int) -> Shard:
     outside = table * (1 if w.tied else 2) + positions + w.hidden / y
     window = matrices + matrices  # five in a row may reach into the next block
     largest = max(sum(window[i : i + STREAMED_WINDOW]) for i in range(len(matrices)))
-    return Shard(sum(matrices) + w.block_vectors / y, table, outside, largest, q, kv, inner)
+    block = sum(matrices) + w.block_vectors / y
+    return Shard(block, sum(matrices), table, outside, largest, q, kv, inner)
 
 
 @dataclass(frozen=True)
@@ -160,13 +168,16 @@ def memory(
     tokens: float,
     shard: Shard | None = None,
     work_bytes: int = WORK_BYTES,
+    optimizer: Optimizer = "adamw",
 ) -> Memory:
     """The peak of a rank that processes ``tokens`` at a time, by category."""
     shard = shard or shard_of(workload, layout.y, layout.x)
-    return max(_moments(workload, layout, tokens, shard, work_bytes), key=_total)
+    return max(_moments(workload, layout, tokens, shard, work_bytes, optimizer), key=_total)
 
 
-def _moments(w: Workload, layout: Layout, tokens: float, shard: Shard, work_bytes: int) -> Iterator[Memory]:
+def _moments(
+    w: Workload, layout: Layout, tokens: float, shard: Shard, work_bytes: int, optimizer: Optimizer
+) -> Iterator[Memory]:
     whole = w.layers * shard.block + shard.outside
     stored = whole / layout.z
     cut = layout.y * layout.x > 1
@@ -174,7 +185,9 @@ def _moments(w: Workload, layout: Layout, tokens: float, shard: Shard, work_byte
     is_recomputed = layout.activation_checkpointing == "full"
     is_streamed = layout.weights == "streamed"
     sends = layout.z * layout.data > 1
-    parameters, moments = MASTER_BYTES * stored, MOMENTS_BYTES * stored
+    by_muon = w.layers * shard.matrices / layout.z if optimizer == "muon" else 0.0
+    parameters = MASTER_BYTES * stored
+    moments = ADAMW_STATE_BYTES * (stored - by_muon) + MUON_STATE_BYTES * by_muon
     # What the linears read, gathered, and what is between them: the same, unless its tokens are cut as well.
     hidden_read, ffn_read = tokens * w.hidden / layout.y, tokens * w.ffn / layout.x
     hidden, ffn = hidden_read, ffn_read
@@ -291,7 +304,10 @@ def _moments(w: Workload, layout: Layout, tokens: float, shard: Shard, work_byte
         wide = GRADIENT_BYTES * ends * (1 if layout.z > 1 or is_streamed else 2)
         yield Memory(parameters, gradients + wide + work_bytes * ends, moments, 0.0, 0.0, 0.0, 0.0,
                      "the embedding's gradient")  # fmt: skip
-    yield Memory(parameters, GRADIENT_BYTES * stored, moments + STEP_BYTES * stored, 0.0, 0.0, 0.0, 0.0,
+    in_step = STEP_BYTES * (stored - by_muon)
+    if optimizer == "muon":
+        in_step = max(in_step, *(muon_step_bytes(m) for m in muon_matrices(w, layout)))
+    yield Memory(parameters, GRADIENT_BYTES * stored, moments + in_step, 0.0, 0.0, 0.0, 0.0,
                  "the optimizer's step")  # fmt: skip
 
 

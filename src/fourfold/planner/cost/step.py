@@ -14,11 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fourfold.mesh.axes import AXES
 from fourfold.planner.cost.block import Given, Pass, block_passes, ends_pass, together_s
 from fourfold.planner.cost.collective import Kind, collective_s
 from fourfold.planner.cost.compute import Kernels, memory_s
-from fourfold.planner.cost.elementwise import copied_bytes, optimizer_bytes
+from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
 from fourfold.planner.cost.memory import Memory, Shard, memory, shard_of
+from fourfold.planner.cost.optimizer import Optimizer, OptimizerTime, muon_time
 from fourfold.planner.inputs.cluster import Cluster, Device
 from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
 from fourfold.planner.inputs.workload import Workload
@@ -57,12 +59,15 @@ class Prices:
         length: int,
         schedule: Schedule = FOURFOLD,
         kernels: Kernels | None = None,
+        optimizer: Optimizer = "adamw",
     ) -> None:
         self.workload, self.cluster, self.length, self.schedule = workload, cluster, length, schedule
+        self.optimizer: Optimizer = optimizer
         self.kernels = kernels or Kernels()
         self._collectives: dict[tuple[str, float, int, int], float] = {}
         self._passes: dict[tuple[float, int, int, str, bool], tuple[Pass, Pass, Pass]] = {}
         self._shards: dict[tuple[int, int], Shard] = {}
+        self._optimizer_times: dict[tuple[int, int, int, int], OptimizerTime] = {}
 
     def collective_s(self, kind: Kind, payload_bytes: float, ranks: int, inner_ranks: int) -> float:
         if ranks == 1:
@@ -96,7 +101,23 @@ class Prices:
 
     def memory(self, layout: Layout, tokens: float) -> Memory:
         shard = self.shard(layout.y, layout.x)
-        return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes)
+        return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes, self.optimizer)
+
+    def optimizer_time(self, layout: Layout) -> OptimizerTime:
+        """The optimizer's step, clipping included."""
+        key = (layout.z, layout.y, layout.x, layout.data if self.schedule.optimizer_over_data else 1)
+        if key not in self._optimizer_times:
+            w, shard, device = self.workload, self.shard(layout.y, layout.x), self.cluster.device
+            stored = (w.layers * shard.block + shard.outside) / (layout.z * key[-1])
+            if self.optimizer == "adamw":
+                seconds = memory_s(optimizer_bytes(self.schedule.elementwise) * stored, device)
+                self._optimizer_times[key] = OptimizerTime(seconds, dict.fromkeys(AXES, 0.0))
+            else:
+                by_muon = w.layers * shard.matrices / layout.z
+                moved = optimizer_bytes(self.schedule.elementwise) * (stored - by_muon) + CLIP_BYTES * by_muon
+                muon = muon_time(w, layout, device, self.kernels, self.collective_s)
+                self._optimizer_times[key] = muon._replace(compute_s=muon.compute_s + memory_s(moved, device))
+        return self._optimizer_times[key]
 
     def tokens_at_once(self, layout: Layout, global_batch_sequences: int) -> float:
         """Tokens of one rank's micro-batch."""
@@ -111,6 +132,7 @@ def estimate(
     length: int,
     schedule: Schedule = FOURFOLD,
     kernels: Kernels | None = None,
+    optimizer: Optimizer = "adamw",
 ) -> Estimate:
     """What one step of this layout would take, and hold.
 
@@ -122,7 +144,7 @@ def estimate(
         >>> alone.step_s < wide.step_s  # eight sequences leave enough work to hide the weights of 8B
         True
     """
-    prices = Prices(workload, cluster, length, schedule, kernels)
+    prices = Prices(workload, cluster, length, schedule, kernels, optimizer)
     return estimate_with(prices, layout, global_batch_sequences)
 
 
@@ -130,7 +152,7 @@ def estimate_with(
     prices: Prices, layout: Layout, global_batch_sequences: int, peak: Memory | None = None
 ) -> Estimate:
     """The same, of a search that keeps its prices, and has looked at the memory."""
-    w, schedule, device = prices.workload, prices.schedule, prices.cluster.device
+    w, device = prices.workload, prices.cluster.device
     tokens = prices.tokens_at_once(layout, global_batch_sequences)
     forward, backward, ends = prices.passes(
         tokens, layout.y, layout.x, layout.activations, layout.keep_inputs
@@ -141,15 +163,14 @@ def estimate_with(
     weights = _weights(prices, layout, shard, forward, backward, recomputed)
 
     m, blocks = layout.micro_batches, w.layers
-    optimizer_ranks = layout.z * (layout.data if schedule.optimizer_over_data else 1)
-    stored = (blocks * shard.block + shard.outside) / optimizer_ranks
+    optimizer = prices.optimizer_time(layout)
     compute_s = {
         "matmul": m * (blocks * (forward.matmul_s + backward.matmul_s) + ends.matmul_s),
         "attention": m * blocks * (forward.attention_s + backward.attention_s),
         "element-wise": m * (blocks * (forward.elementwise_s + backward.elementwise_s) + ends.elementwise_s)
         + _copies_s(prices, layout, shard),
         "recomputation": m * blocks * again.compute_s if again else 0.0,
-        "optimizer": memory_s(optimizer_bytes(schedule.elementwise) * stored, device),
+        "optimizer": optimizer.compute_s,
     }
     passes = [(blocks, forward), (blocks, backward), (1, ends), *([(blocks, again)] if again else [])]
     link_s = {
@@ -164,6 +185,9 @@ def estimate_with(
         "z": weights.exposed_z_s,
         "data": weights.exposed_data_s,
     }
+    for axis, sent_s in optimizer.link_s.items():  # nothing hides it
+        link_s[axis] += sent_s
+        exposed_s[axis] += sent_s
     step_s = sum(compute_s.values()) + sum(exposed_s.values())
     all_tokens = float(global_batch_sequences) * prices.length
     mfu, hfu = utilisation(w, layout, device, all_tokens, prices.length, step_s)

@@ -146,7 +146,9 @@ def rate_that_hides(
 
     def exposed_share(factor: float) -> float:
         cluster = changed(changed(prices.cluster, "node_gbps", factor), "device_gbps", factor)
-        again = Prices(prices.workload, cluster, prices.length, prices.schedule, prices.kernels)
+        again = Prices(
+            prices.workload, cluster, prices.length, prices.schedule, prices.kernels, prices.optimizer
+        )
         estimate = estimate_with(again, layout.layout, global_batch_sequences)
         return sum(estimate.exposed_s.values()) / estimate.step_s
 
