@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
-from fourfold.planner.dry_run_estimate import play, precision_of, schedule_of, target_of
+from fourfold.planner.dry_run_estimate import precision_of, schedule_of, simulate_step, target_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Layout
@@ -198,8 +198,8 @@ def _what_hides(prices: Prices, best: Estimate, sequences: int, cluster: Cluster
 def _timeline(
     path: Path, best: Estimate, sequences: int, length: int, cluster: Cluster, precision: str
 ) -> Simulated:
-    rehearsal = estimate_by_dry_run(path, best.layout, sequences, length, target_of(cluster), precision)
-    return play(rehearsal, cluster, keep_spans=True)[0]
+    dry_run = estimate_by_dry_run(path, best.layout, sequences, length, target_of(cluster), precision)
+    return simulate_step(dry_run, cluster, keep_spans=True)[0]
 
 
 def pick(word: str, plan: Plan, prices: Prices, sequences: int) -> Estimate:

@@ -1,4 +1,4 @@
-"""A layout rehearsed: its dry run, and the step that is played from it on a cluster."""
+"""Estimates from dry runs: the dry run of a layout, and its step simulated on a cluster."""
 
 from __future__ import annotations
 
@@ -136,15 +136,15 @@ def target_of(cluster: Cluster) -> str:
 # -- simulation -------------------------------------------------------------------------------------------------------
 
 
-def play(
-    rehearsal: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None, *, keep_spans: bool = False
+def simulate_step(
+    dry_run: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None, *, keep_spans: bool = False
 ) -> tuple[Simulated, dict[str, float]]:
     """The predicted step, and its computation by part."""
     from fourfold.dry_run.events import Operation
     from fourfold.dry_run.streams import on_streams
     from fourfold.planner.predict import predict
 
-    events, layout = rehearsal.trace.events, rehearsal.layout
+    events, layout = dry_run.trace.events, dry_run.layout
     if layout.weights == "fsdp2" and target_of(cluster) == "cuda":
         events = on_streams(events)
     step = predict(events, layout.grid, cluster, kernels, keep_spans=keep_spans)
@@ -166,7 +166,7 @@ def part_of(operation: Operation) -> str:
 
 
 def as_estimate(
-    rehearsal: DryRunEstimate,
+    dry_run: DryRunEstimate,
     workload: Workload | None,
     cluster: Cluster,
     kernels: Kernels,
@@ -175,8 +175,8 @@ def as_estimate(
     formula_s: float | None,
 ) -> Estimate:
     """A simulated step in the words of the formulas' estimates."""
-    layout = rehearsal.layout
-    step, compute_s = play(rehearsal, cluster, kernels)
+    layout = dry_run.layout
+    step, compute_s = simulate_step(dry_run, cluster, kernels)
     tokens = float(sequences) * length
     mfu, hfu = utilisation(workload, layout, cluster.device, tokens, length, step.step_s)
     return Estimate(
@@ -185,7 +185,7 @@ def as_estimate(
         compute_s,
         {axis: step.link_s.get(axis, 0.0) for axis in reversed(AXES)},
         {axis: step.exposed_s.get(axis, 0.0) for axis in reversed(AXES)},
-        memory_of(rehearsal),
+        memory_of(dry_run),
         tokens / step.step_s,
         mfu,
         hfu,
@@ -194,8 +194,8 @@ def as_estimate(
     )
 
 
-def memory_of(rehearsal: DryRunEstimate) -> Memory:
-    peak, events = rehearsal.peak, rehearsal.trace.events
+def memory_of(dry_run: DryRunEstimate) -> Memory:
+    peak, events = dry_run.peak, dry_run.trace.events
     event = events[min(peak.event, len(events) - 1)]
     held = peak.by_category
     return Memory(

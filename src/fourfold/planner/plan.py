@@ -1,7 +1,7 @@
-"""`fourfold.plan`: all layouts ranked by formulas, the best of them then played event by event over their dry runs.
+"""`fourfold.plan`: rank all layouts by formulas, then simulate the best of them over their dry runs.
 
-The formulas are quick and know a family of models; the dry run is the code that trains, knows any model, and takes seconds for
-each layout. So the formulas choose whom to look at, and the simulation decides among those.
+Formulas are fast and know families of models. A dry run is the code that trains; it knows any model and takes seconds for
+each layout. So formulas select the candidates, and the simulation ranks those.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ def plan(
         keep_inputs=keep_inputs,
         reserve=reserve,
     )
-    first = _worth_playing(found, simulate)
+    first = _worth_simulating(found, simulate)
     rest = [e for e in found.ranked if e not in first]
-    played, refused = _play(given, [e.layout for e in first], {e.layout: e.step_s for e in first})
-    return replace(found, ranked=[*played, *rest], rejected=[*found.rejected, *refused])
+    simulated, refused = _simulate(given, [e.layout for e in first], {e.layout: e.step_s for e in first})
+    return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *refused])
 
 
-def _worth_playing(found: Plan, count: int) -> list[Estimate]:
+def _worth_simulating(found: Plan, count: int) -> list[Estimate]:
     """The first ones, and the first with and without y and token sharding, so that what each is worth is told by one measure."""
     if not count:
         return []
@@ -141,25 +141,25 @@ class _Given:
         return target_of(self.cluster)
 
 
-def _play(
+def _simulate(
     given: _Given, layouts: list[Layout], formulas_s: dict[Layout, float]
 ) -> tuple[list[Estimate], list[Rejected]]:
     """(the layouts that run and fit, the fastest first; the others with the reason)."""
     limit_bytes = given.cluster.device.memory_gib * 2**30 * (1 - given.reserve)
     ranked: list[Estimate] = []
     rejected: list[Rejected] = []
-    for layout, rehearsal in _rehearsed(given, layouts):
-        if isinstance(rehearsal, ValueError):
-            rejected.append(Rejected(layout, f"the dry run: {rehearsal}"))
+    for layout, dry_run in _dry_runs(given, layouts):
+        if isinstance(dry_run, ValueError):
+            rejected.append(Rejected(layout, f"the dry run: {dry_run}"))
             continue
-        over_bytes = rehearsal.peak.bytes - limit_bytes
+        over_bytes = dry_run.peak.bytes - limit_bytes
         if over_bytes > 0:
-            reason = too_large(rehearsal.peak.bytes, limit_bytes, given.reserve)
+            reason = too_large(dry_run.peak.bytes, limit_bytes, given.reserve)
             rejected.append(Rejected(layout, f"{reason}, by the dry run", over_bytes))
             continue
         ranked.append(
             as_estimate(
-                rehearsal,
+                dry_run,
                 given.workload,
                 given.cluster,
                 given.kernels,
@@ -201,13 +201,13 @@ def _without_formulas(
         notes.append(
             f"{len(left)} of {len(layouts)} layouts were not looked at (more tensor ranks come last); give more dry_runs."
         )
-    ranked, refused = _play(given, layouts[:dry_runs], {})
+    ranked, refused = _simulate(given, layouts[:dry_runs], {})
     limit_bytes = given.cluster.device.memory_gib * 2**30 * (1 - given.reserve)
     considered = len(rejected) + min(dry_runs, len(layouts))
     return Plan(ranked, [*rejected, *refused], considered, ranks, limit_bytes, tuple(notes))
 
 
-def _rehearsed(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, DryRunEstimate | ValueError]]:
+def _dry_runs(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, DryRunEstimate | ValueError]]:
     """Each layout with its dry run, or why there is none; several beside each other, and a bar where one waits."""
     arguments = [
         (
@@ -223,20 +223,20 @@ def _rehearsed(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, D
         for layout in layouts
     ]
     if len(layouts) < _WORTH_PROCESSES:
-        done: Iterator[DryRunEstimate | ValueError] = (_rehearse_one(one) for one in arguments)
+        done: Iterator[DryRunEstimate | ValueError] = (_dry_run_one(one) for one in arguments)
     else:
         done = estimate_all(arguments)
-    rehearsals: Iterable[DryRunEstimate | ValueError] = done
+    shown: Iterable[DryRunEstimate | ValueError] = done
     if not given.quiet and layouts:
         console = Console(file=sys.stderr)
-        rehearsals = track(done, "dry run and simulation", len(layouts), console=console, transient=True)
-    yield from zip(layouts, rehearsals, strict=True)
+        shown = track(done, "dry run and simulation", len(layouts), console=console, transient=True)
+    yield from zip(layouts, shown, strict=True)
 
 
 _WORTH_PROCESSES = 8  # layouts; a process imports torch for some seconds
 
 
-def _rehearse_one(given: tuple[Any, ...]) -> DryRunEstimate | ValueError:
+def _dry_run_one(given: tuple[Any, ...]) -> DryRunEstimate | ValueError:
     try:
         return estimate_by_dry_run(*given)
     except ValueError as refusal:

@@ -91,7 +91,7 @@ def _newest_values(run: RunConfig) -> dict[str, Any] | None:
 def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False) -> RunConfig:
     """The run on the planner's choice. What the file says of the engine stays; the rest is chosen along.
 
-    Ranks wait for it, so fewer layouts are played through than `fourfold plan` does.
+    Ranks wait for it, so fewer layouts are simulated than by `fourfold plan`.
     """
     from fourfold.planner.plan import plan
     from fourfold.train.loop.model import model_config
