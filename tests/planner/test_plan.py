@@ -114,7 +114,7 @@ def test_a_module_without_formulas_is_dry_run_on_every_grid():
 
 
 def test_what_is_no_model_is_named():
-    with pytest.raises(ValueError, match="int is no model"):
+    with pytest.raises(ValueError, match="int is not a model"):
         ff.plan(3, CLUSTER, 2, sequences=2, length=8)
 
 

@@ -74,7 +74,7 @@ def test_tokens_that_do_not_divide_are_named():
     # Also where those of two sequences would: a run has batches of one, too.
     plan = search(SMALL, CLUSTER, 16, 16, 6)
     reasons = {r.reason for r in plan.rejected if r.layout.by_tokens}
-    assert "x=4 does not divide the 6 tokens of a sequence, so they cannot be cut" in reasons
+    assert "x=4 does not divide the 6 tokens of a sequence, so they cannot be sharded" in reasons
     assert not any(e.layout.by_tokens for e in plan.ranked if 6 % e.layout.x or 6 % e.layout.y)
     # And nobody who asked for token-sharded ones is given others.
     asked = search(SMALL, CLUSTER, 16, 16, 6, activations=("token-sharded",))

@@ -1,4 +1,4 @@
-"""The dry run: one rank's step of any world, by the very code that trains."""
+"""The dry run: one rank's step in a world of any size, by the code that trains."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from fourfold.weights.overlap import Overlap
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank does in a step, and the memory of it."""
+    """The events of one rank's step, and its memory."""
 
     shape: tuple[int, int, int, int]
     trace: Trace = field(repr=False)
     report: Report = field(repr=False)
-    blocks_traced: tuple[int, int] | None = None  # so many of so many that are alike
+    blocks_traced: tuple[int, int] | None = None  # (traced, all) of the blocks that are alike
 
     @cached_property
     def peak(self) -> Peak:
@@ -91,8 +91,8 @@ def dryrun(
 
     ``model`` is built on ``meta``, or a Hugging Face configuration, or the path of its ``config.json``. ``sequences``
     of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
-    ``target`` devices. Of many blocks that are alike a few are traced, unless ``every_block`` is to be. Raises what the
-    real start would raise.
+    ``target`` devices. If many blocks are alike, only a few are traced, unless ``every_block``. Raises what the real start
+    would raise.
 
     Example:
         >>> run = dryrun(config, (64, 16, 1, 2), sequences=1024, length=16)  # 2,048 ranks; a path of a config.json does, too
@@ -127,7 +127,7 @@ def dryrun(
             except DataDependentOutputException as error:
                 line = line_of_model(traceback.extract_tb(error.__traceback__))
                 raise ValueError(
-                    f"{report.model} asks what a number is that only a device would know ({line}), so a dry run cannot follow "
+                    f"{report.model} reads a tensor's value, which only a device would know ({line}), so a dry run cannot follow "
                     "it; plan by formulas alone (fourfold plan --simulate 0, ff.plan(simulate=0))"
                 ) from None
             return trace, report
@@ -180,7 +180,7 @@ def _trace(
     with FakeTensorMode(allow_non_fake_inputs=True), _unpacked():
         model.to_empty(device=grid.device)
         step = _Step(model, grid, recorder, rows, length, micro_batches, max_norm, report, optimizer)
-        # The first shows who are siblings, a second in which order weights are used when the halves of a batch take turns.
+        # The first step finds linears that share an input, a second the order of weights with batch-split overlap.
         for _ in range(2 if report.interleaved else 1):
             step()
         recorder.start_over()
@@ -243,7 +243,7 @@ class _Step:
 
 
 def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
-    """A model on meta, of what describes it."""
+    """The model on meta."""
     if isinstance(model, nn.Module):
         return model
     import transformers

@@ -28,18 +28,18 @@ _WORK = {"matmul": "matmul", "attention": "attention", "memory": "element-wise"}
 
 @dataclass(frozen=True)
 class DryRunEstimate:
-    """A layout's dry run: what one rank does, and what it holds at most."""
+    """A layout's dry run: the events of one rank, and its peak memory."""
 
     layout: Layout
     trace: Trace
     peak: Peak
 
 
-# -- what a model is --------------------------------------------------------------------------------------------------
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 def describe(model: Any) -> tuple[Any, Workload | None]:
-    """(what a dry run takes, the workload); no workload for a module that is none of Hugging Face's."""
+    """(the model as `dryrun` takes it, its workload); the workload is None for a module that is not from Hugging Face."""
     if isinstance(model, (str, Path)):
         path = Path(model)
         path = path / "config.json" if path.is_dir() else path
@@ -54,12 +54,12 @@ def describe(model: Any) -> tuple[Any, Workload | None]:
     if hasattr(model, "named_parameters"):
         return model, None
     raise ValueError(
-        f"{type(model).__name__} is no model; give a config.json's path, a Hugging Face configuration or an nn.Module"
+        f"{type(model).__name__} is not a model; give a config.json's path, a Hugging Face configuration or an nn.Module"
     )
 
 
 def _fresh(source: Any) -> Any:
-    """What `dryrun` may cut to pieces: a module on meta, or what it makes one of."""
+    """A model that `dryrun` may modify: a module on meta, or a source to build one from."""
     if isinstance(source, dict):
         import transformers
 
@@ -113,7 +113,7 @@ def estimate_in_process(
 
 
 def schedule_of(cluster: Cluster, precision: str) -> Schedule:
-    """How Fourfold hides what on these devices (`weights/overlap.py`), in that precision."""
+    """Fourfold's overlap on these devices (`weights/overlap.py`), in that precision."""
     on_cpu = target_of(cluster) == "cpu"
     return replace(
         FOURFOLD,
@@ -124,12 +124,12 @@ def schedule_of(cluster: Cluster, precision: str) -> Schedule:
 
 
 def precision_of(cluster: Cluster) -> str:
-    """In which a run computes on these devices, unless asked for another."""
+    """The default precision of a run on these devices."""
     return "bf16" if target_of(cluster) == "cuda" else "fp32"
 
 
 def target_of(cluster: Cluster) -> str:
-    """The kind of device that decisions are made for."""
+    """The device type that decisions are made for."""
     return "cpu" if cluster.library.name == "gloo" else "cuda"
 
 
@@ -152,7 +152,7 @@ def simulate_step(
     for event in events:
         if isinstance(event, Operation):
             alone_s[part_of(event)] += operation_s(event, cluster, kernels)
-    # What collectives in flight slow down is shared out as the work is.
+    # The slowdown by collectives in flight is distributed in proportion to the work.
     slower = step.compute_s / (sum(alone_s.values()) or 1.0)
     return step, {part: seconds * slower for part, seconds in alone_s.items()}
 
@@ -174,7 +174,7 @@ def as_estimate(
     length: int,
     formula_s: float | None,
 ) -> Estimate:
-    """A simulated step in the words of the formulas' estimates."""
+    """A simulated step as an `Estimate`, like those of the formulas."""
     layout = dry_run.layout
     step, compute_s = simulate_step(dry_run, cluster, kernels)
     tokens = float(sequences) * length

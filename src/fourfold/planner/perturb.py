@@ -28,7 +28,7 @@ def value_of(cluster: Cluster, name: str) -> float:
 
 
 def changed(cluster: Cluster, name: str, factor: float) -> Cluster:
-    """The cluster in which the number ``name`` is so many times what it is.
+    """The cluster in which the value ``name`` is multiplied by ``factor``.
 
     Example:
         >>> from fourfold.planner.inputs.cluster import preset

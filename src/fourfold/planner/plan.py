@@ -55,15 +55,15 @@ def plan(
     dry_runs: int = 100,
     quiet: bool = False,
 ) -> Plan:
-    """Rank the layouts of a model on so many ranks of a cluster. Every figure is a prediction.
+    """Rank the layouts of a model on N ranks of a cluster. All values are predictions.
 
-    ``model`` is the path of a Hugging Face ``config.json``, such a configuration, or a module of it; ``cluster`` a preset's
+    ``model`` is the path of a Hugging Face ``config.json``, a configuration, or a module; ``cluster`` a preset's
     name, the path of a TOML file, or a `Cluster`. The global batch is ``sequences`` of ``length`` tokens. The formulas rank
     all; the first ``simulate`` are then simulated over their dry runs, whose memory replaces that of the formulas, and ranked
     by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given;
     ``optimizer`` is that of the run. Replicated and
-    token-sharded ``activations`` are both looked at, unless one is given; the latter with gathered inputs that are kept and
-    that come again, unless ``keep_inputs`` says which.
+    token-sharded ``activations`` are both tried, unless one is given; the latter with gathered inputs that are kept and that
+    are gathered again, unless ``keep_inputs`` says which.
 
     Any other module that takes ``input_ids`` and ``labels`` and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them.
@@ -82,7 +82,7 @@ def plan(
         source, workload, machines, kernels, sequences, length, reserve, roles, quiet, work, optimizer
     )
     if workload is None:
-        # Few such modules can be cut by their tokens, and each try is a dry run.
+        # Few such modules allow token sharding, and each try is a dry run.
         return _without_formulas(given, ranks, weights, checkpointing, activations or "replicated", dry_runs)
     found = search(
         workload,
@@ -101,12 +101,12 @@ def plan(
     )
     first = _worth_simulating(found, simulate)
     rest = [e for e in found.ranked if e not in first]
-    simulated, refused = _simulate(given, [e.layout for e in first], {e.layout: e.step_s for e in first})
-    return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *refused])
+    simulated, failed = _simulate(given, [e.layout for e in first], {e.layout: e.step_s for e in first})
+    return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *failed])
 
 
 def _worth_simulating(found: Plan, count: int) -> list[Estimate]:
-    """The first ones, and the first with and without y and token sharding, so that what each is worth is told by one measure."""
+    """The first ones, and the first with and without y and token sharding, so that simulations can be compared."""
     if not count:
         return []
     first = found.ranked[:count]
@@ -199,16 +199,16 @@ def _without_formulas(
     left = layouts[dry_runs:]
     if left:
         notes.append(
-            f"{len(left)} of {len(layouts)} layouts were not looked at (more tensor ranks come last); give more dry_runs."
+            f"{len(left)} of {len(layouts)} layouts were not tried (more tensor ranks come last); give more dry_runs."
         )
-    ranked, refused = _simulate(given, layouts[:dry_runs], {})
+    ranked, failed = _simulate(given, layouts[:dry_runs], {})
     limit_bytes = given.cluster.device.memory_gib * 2**30 * (1 - given.reserve)
     considered = len(rejected) + min(dry_runs, len(layouts))
-    return Plan(ranked, [*rejected, *refused], considered, ranks, limit_bytes, tuple(notes))
+    return Plan(ranked, [*rejected, *failed], considered, ranks, limit_bytes, tuple(notes))
 
 
 def _dry_runs(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, DryRunEstimate | ValueError]]:
-    """Each layout with its dry run, or why there is none; several beside each other, and a bar where one waits."""
+    """Each layout with its dry run, or its error; several run in parallel, with a progress bar."""
     arguments = [
         (
             given.source,
@@ -233,11 +233,11 @@ def _dry_runs(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, Dr
     yield from zip(layouts, shown, strict=True)
 
 
-_WORTH_PROCESSES = 8  # layouts; a process imports torch for some seconds
+_WORTH_PROCESSES = 8  # layouts; a process needs seconds to import torch
 
 
 def _dry_run_one(given: tuple[Any, ...]) -> DryRunEstimate | ValueError:
     try:
         return estimate_by_dry_run(*given)
-    except ValueError as refusal:
-        return refusal
+    except ValueError as error:
+        return error

@@ -1,4 +1,4 @@
-"""How long a step takes: its events one after the other, computation on one track, the collectives of each axis on another.
+"""Simulate a step: its events one after another, computation on one track, the collectives of each axis on another.
 
 A collective begins when it was started and those of its axis before it are over; a wait holds up computation until it is
 done. Axes whose collectives use the same link share it: of n that are under way each goes on at 1/n of its rate alone.
@@ -61,7 +61,7 @@ def simulate(
     in_flight: int = 1,
     keep_spans: bool = False,
 ) -> Simulated:
-    """Play the events of a step through.
+    """Simulate the events of a step.
 
     ``link_of`` names the link that it uses, such as
     the one inside a node or the one between nodes. ``slow_down``: how much longer computation takes while this collective

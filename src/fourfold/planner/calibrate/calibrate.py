@@ -43,7 +43,7 @@ def sizes_for(device_type: str) -> Sizes:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cluster in numbers, how sure they are, and how far the formulas are from what was measured."""
+    """A measured cluster, the spread of its parameters, and the deviation of the formulas from each measurement."""
 
     cluster: Cluster
     parameters: list[Parameter]
@@ -137,7 +137,7 @@ def _measure(
             ranks,
             inner,
             tuple(float(size) for size, _ in points),
-            # Fewer bytes never take longer: where they seem to, the machine was busy with something else.
+            # Fewer bytes never take longer; where they do, something else disturbed the measurement.
             tuple(min(timing.median_s for _, timing in points[i:]) for i in range(len(points))),
             tuple(timing.spread_s for _, timing in points),
         )

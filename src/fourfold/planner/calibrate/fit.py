@@ -16,7 +16,7 @@ from fourfold.planner.inputs.measured import CollectiveTimes, Measured, spread
 
 
 class Parameter(NamedTuple):
-    """A fitted number and the range between the quartiles of what it was fitted to."""
+    """A fitted value and the interquartile range of what it was fitted to."""
 
     name: str
     value: float
@@ -43,7 +43,7 @@ def fit_links(
     """Bandwidths from the largest sizes, latencies from the smallest ones.
 
     A link has the rate that the best kind of collective reaches at a position; reduce-scatters that reach less have a
-    factor. A link that no collective used (one node alone, one device a node) takes the other's figure.
+    factor. A link that no collective used (a single node, one device per node) gets the other's value.
     """
     reached: dict[tuple[int, int], dict[str, float]] = {}
     rows, latencies_s = [], []
@@ -51,8 +51,8 @@ def fit_links(
         at = place(times.ranks, times.inner_ranks, devices_per_node)
         passes = 2 if times.kind == "all_reduce" else 1
         if len(times.seconds) > 1:
-            # The steepest way to the largest one. A smaller payload that was disturbed makes its own way flatter, which would
-            # be a faster link; one that was not is enough.
+            # The steepest slope to the largest size. A disturbed smaller payload makes its own slope flatter, that is, the link
+            # faster; one undisturbed payload is enough.
             *smaller, (most, most_s) = zip(times.payload_bytes, times.seconds, strict=True)
             slope = max((most_s - seconds) / (most - size) for size, seconds in smaller)
             if slope > 0:
@@ -78,7 +78,7 @@ def fit_links(
     base, hop, net_hop = least_squares(rows, latencies_s)
     device_gbps, node_gbps = statistics.median(inside), statistics.median(between)
     links = Links(devices_per_node, device_gbps, node_gbps)
-    # What was reached is what there is: the shares of a data sheet's figures are 1.
+    # These are measured rates, so the shares of a data sheet's rates are 1.
     fitted = replace(
         library,
         base_us=base * 1e6,

@@ -48,7 +48,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Budget:
-    """Until when there may be new measurements: until the first rank's time is up."""
+    """The deadline for new measurements: that of the first rank to reach it."""
 
     until_s: float
 
@@ -72,7 +72,7 @@ def positions(world: int) -> list[tuple[int, int]]:
 
 
 class Probe:
-    """The measurements of one world that is joined already."""
+    """The measurements of a world that was joined already."""
 
     def __init__(self, device: torch.device, *, repetition_s: float = 0.6) -> None:
         self.device = device
@@ -84,14 +84,14 @@ class Probe:
     # -- time -------------------------------------------------------------------------------------------------------
 
     def timed(self, work: Callable[[], Any]) -> float:
-        """Seconds until the slowest rank has done it."""
+        """Seconds until the slowest rank is done."""
         dist.barrier()
         start = self._clock.mark()
         work()
         return _agreed(self._clock.elapsed_s(start, self._clock.mark()), dist.ReduceOp.MAX)
 
     def repeated(self, work: Callable[[], Any]) -> Timing:
-        """One call of ``work``, timed as often as there is time for; the first call warms up."""
+        """One call of ``work``, timed as often as time allows; the first call warms up."""
         self.timed(work)
         once_s = max(self.timed(work), 1e-6)
         calls = max(1, min(2000, round(_CALLS_S / once_s)))
@@ -108,7 +108,7 @@ class Probe:
     def collective(
         self, kind: Kind, payload_bytes: int, ranks: int, inner_ranks: int
     ) -> Callable[[], Pending]:
-        """What starts one, on tensors of its own, over the group that this rank has at a position of an axis."""
+        """A function that starts a collective on its own tensors, over this rank's group at a position of an axis."""
         group = self._group(ranks, inner_ranks)
         numel = max(1, payload_bytes // (ranks * self.dtype.itemsize)) * ranks
         whole, part = self._zeros(numel), self._zeros(numel // ranks)
@@ -119,7 +119,7 @@ class Probe:
         return lambda: group.reduce_scatter(part, whole, "z", "check")
 
     def _group(self, ranks: int, inner_ranks: int) -> Collectives:
-        """All groups of a position are made at once; this rank's, as the z axis of a mesh of one axis."""
+        """This rank's group of a position, as the z axis of a mesh of one axis; all groups are created at once."""
         key = (ranks, inner_ranks)
         if key not in self._groups:
             members = [
@@ -136,7 +136,7 @@ class Probe:
     # -- operators ----------------------------------------------------------------------------------------------------
 
     def matmul(self, m: int, n: int, k: int) -> Callable[[], None]:
-        """The three products that training makes of one linear, each of these sizes: forward and both gradients."""
+        """The three matmuls of one linear in training, forward and both gradients, each of this size."""
         left, right = self._noise(m, k), self._noise(k, n)
         right_t, left_t = self._noise(n, k), self._noise(k, m)
 
@@ -170,7 +170,7 @@ class Probe:
     # -- both at once -------------------------------------------------------------------------------------------------
 
     def together(self, payload_bytes: int, ranks: int, inner_ranks: int) -> tuple[float, float]:
-        """How much longer (computation, communication) takes while there is the other: `slow_downs` of three times."""
+        """Slowdown of (computation, communication) while both run: `slow_downs` of three times."""
         start = self.collective("all_reduce", payload_bytes, ranks, inner_ranks)
         multiply = self.matmul(64, 64, 64)  # short, so that the end of a collective is seen soon
         one_s, once_s = self.repeated(lambda: start().wait()).median_s, self.repeated(multiply).median_s
@@ -219,9 +219,9 @@ _TOGETHER_S = 0.3
 def slow_downs(
     compute_s: float, communicate_s: float, computed_s: float, landed_s: float
 ) -> tuple[float, float]:
-    """From the times alone, and when each was done when both began at once: how much longer each took beside the other.
+    """From the times alone, and when each was done when both began at once: how much longer each took while the other ran.
 
-    What outlasts the other is alone for its rest.
+    The longer one runs alone for its rest.
 
     Example:
         >>> slow_downs(1.0, 2.0, 1.5, 2.5)  # 1.5 s together did 1 s of each; another second of communication alone
@@ -235,7 +235,7 @@ def slow_downs(
 
 
 def _agreed(value: float, op: Any) -> float:
-    """One number for all ranks."""
+    """One value for all ranks."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op)

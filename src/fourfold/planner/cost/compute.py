@@ -1,7 +1,7 @@
-"""How long computation takes on one device: matmuls by tiles and waves, the rest by the bytes it moves.
+"""Computation time on one device: matmuls by tiles and waves, the rest by the bytes moved.
 
-A matmul's output is cut into tiles, and the tiles are dealt out to the multiprocessors in waves; the last wave is as long
-as a full one. What a device reaches on the best of shapes is measured (`Device.best_tflops`), not its data sheet.
+A matmul's output is split into tiles, which run on the multiprocessors in waves; the last wave takes as long as a full
+one. The rate on the best shapes is measured (`Device.best_tflops`), not taken from the data sheet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Kernels:
 
     matmul_share: float = 0.76  # of best_tflops in a training step: clocks under load, layouts, gaps
     attention_share: float = 0.36  # of best_tflops in the attention kernel, counting a causal half
-    memory_passes: float = 1.0  # times the bytes of `elementwise_cost.py`, in a block
+    memory_passes: float = 1.0  # times the bytes of `elementwise.py`, in a block
     score_passes: float = 6.0  # bf16 passes over the matrix of scores, where attention is not fused
     host_us: float = 0.0  # what the processor that launches needs for a block's forward
 
@@ -70,7 +70,7 @@ def padded_flops(batch: int, m: float, n: float, k: float, multiprocessors: int)
 
 
 def memory_s(moved_bytes: float, device: Device) -> float:
-    """Element-wise work that reads and writes so many bytes."""
+    """Element-wise work that reads and writes this many bytes."""
     return moved_bytes / (device.memory_tbps * 1e12 * device.memory_share)
 
 

@@ -1,7 +1,7 @@
-"""How many bytes a step moves beside its matmuls and attention: norms, rotation, gate, loss, copies of weights, optimizer.
+"""Bytes that a step moves besides its matmuls and attention: norms, rotation, gate, loss, copies of weights, optimizer.
 
 Fused kernels read each input and write each output once. Eager PyTorch, in which Hugging Face's modules run, has a kernel for
-each operator and pays for what is between; the figures are the sums over the operators of a dry run
+each operator and also moves what is between; the values are the sums over the operators of a dry run
 (`tests/planner/cost/test_elementwise.py`).
 """
 
@@ -22,9 +22,9 @@ class Moved(NamedTuple):
 
 # For each feature of the residual stream: two norms and two additions. Eager, a norm in fp32 is 36 bytes forward and 92 back.
 _RESIDUAL = {"fused": Moved(2 * 4 + 2 * 6, 40), "eager": Moved(2 * 36 + 2 * 6, 2 * 92)}
-# The same of LayerNorm, which PyTorch has a kernel for; not so where its features are cut (parallel/norm.py).
+# The same of LayerNorm, which PyTorch has a kernel for; not so where its features are sharded (parallel/norm.py).
 _LAYER_NORMS, _SHARDED_LAYER_NORMS = Moved(2 * 4 + 2 * 6, 36), Moved(2 * 60 + 2 * 6, 2 * 122)
-_BIAS = 4  # added to an output by an operator of its own, where the linear is cut
+_BIAS = 4  # added to an output by an operator of its own, where the linear is sharded
 _COPY = 4  # read and written
 # For each feature of q, k and v: rotation, and the layout that attention wants.
 _HEADS = {"fused": Moved(8, 16), "eager": Moved(17, 27)}
@@ -85,18 +85,18 @@ def block_bytes(
 def ends_bytes(
     w: Workload, y: int, columns: float, elementwise: str, *, by_tokens_over: tuple[int, int] = (1, 1)
 ) -> float:
-    """Of embedding, last norm and loss, for one token, both ways; where y and x ranks have other tokens, of so many each."""
+    """Bytes of embedding, last norm and loss for one token, both ways; ``by_tokens_over`` y and x ranks with other tokens."""
     of_y, of_x = by_tokens_over
     return _LOSS[elementwise] * columns / of_y + _ENDS[elementwise] * w.hidden / (y * of_x)
 
 
 def optimizer_bytes(elementwise: str) -> float:
-    """Of clipping and AdamW, for each parameter that a rank stores."""
+    """Bytes of clipping and AdamW for each parameter that a rank stores."""
     return _ADAMW[elementwise] + CLIP_BYTES
 
 
 def copied_bytes(layout: Layout, elementwise: str) -> Moved:
-    """Of weights on their way to the work, and of gradients on theirs back, for each element of a block.
+    """Bytes of copies of weights before they are used, and of gradients before they are sent, for each element of a block.
 
     FSDP2 copies out of the buffer of its gather, and into that of its scatter, casting on the way; shards are cast before.
     """

@@ -1,4 +1,4 @@
-"""How many bytes a rank holds at its peak, in closed form, by category.
+"""Peak memory of a rank in closed form, by category.
 
 The peak is one of a few moments: the loss (all activations, the logits), a block of backward (what is left of the
 activations, the gradients so far, a block in work), the gradient of the embedding, the optimizer's step. What is held then
@@ -29,7 +29,7 @@ WORK_BYTES = 2  # bf16, unless the work is in fp32
 WIDE_BYTES = 4  # norms and loss compute in fp32
 
 HEAD_BYTES = 4  # the logarithm of the softmax's sum, fp32, for each head
-# Beside its logits the loss holds an fp32 copy and two fp32 temporaries of that size (parallel/loss.py); the stock loss of a
+# In addition to its logits the loss holds an fp32 copy and two fp32 temporaries of that size (parallel/loss.py); the stock loss of a
 # single rank one fewer, but its gradient in the precision of the work.
 LOSS_BYTES, STOCK_LOSS_BYTES = 12, 10
 # Backward of a norm, for each feature: the gradient in fp32 and three products of it; in the precision of the work the
@@ -40,7 +40,7 @@ STREAMED_WINDOW = 5
 
 
 class Shard(NamedTuple):
-    """Elements on one rank before z cuts them."""
+    """Elements on one rank before z shards them."""
 
     block: float
     matrices: float  # the part of a block that is matrices
@@ -207,13 +207,13 @@ def _moments(
     each, live = (block_input, block_saved) if is_recomputed else (block_saved, 0.0)
     norm = norm_bytes(w, cut, work_bytes)
     # In work: the gradients of a block's output, of the down projection's input and of what the activation function took; or,
-    # behind the MLP, whose activations are gone by then, those of a norm.
+    # after the MLP, whose activations are freed by then, those of a norm.
     mlp = work_bytes * (hidden + 2 * ffn)
-    behind_mlp = (4 * NORM_BACKWARD_WIDE + NORM_BACKWARD_COPIES * work_bytes) * hidden
-    behind_mlp -= work_bytes * (w.activation_copies * ffn + hidden)
+    after_mlp = (4 * NORM_BACKWARD_WIDE + NORM_BACKWARD_COPIES * work_bytes) * hidden
+    after_mlp -= work_bytes * (w.activation_copies * ffn + hidden)
     last_norm = norm * hidden
     if layout.by_tokens:
-        # Beside the gradient of the block's output all of it, gathered, and all of that of the down projection's input.
+        # The gradient of the block's output, the same gathered, and all of that of the down projection's input.
         again = 0 if layout.keep_inputs else 1
         mlp = work_bytes * (hidden + hidden_read + ffn + ffn_read * (1 + again))
         if w.gated and layout.y > 1:
@@ -221,9 +221,9 @@ def _moments(
             gone = (w.activation_copies - 1) * ffn + (ffn if again else ffn_read)
             siblings = hidden + 2 * ffn + 4 * ffn_read + hidden_read * (1 + again)
             mlp = max(mlp, work_bytes * (siblings - gone))
-        # Behind the last norm the model's code has a tensor of all tokens, and the head a gathered input.
+        # After the last norm the model's code has a tensor of all tokens, and the head a gathered input.
         last_norm += work_bytes * hidden_read * (2 if layout.keep_inputs else 1) * (layout.x > 1)
-    in_work = max(mlp, behind_mlp)
+    in_work = max(mlp, after_mlp)
 
     # Gathered weights. Whole on each rank and in the precision of the work, the shard is the block: nothing is gathered.
     copied = 0 if is_streamed and layout.z == 1 and work_bytes == MASTER_BYTES else work_bytes
@@ -264,7 +264,7 @@ def _moments(
                      "the head's gradient")  # fmt: skip
 
     # Backward, ``done`` blocks before the end: everything is linear in it between the first two and the last two.
-    # So many blocks' gradients are being sent, in fp32: FSDP2 waits for a block before it sends the next, streamed weights for the
+    # The number of blocks whose gradients are being sent, in fp32: FSDP2 waits for a block before it sends the next, streamed weights for the
     # one before that, unless its shards have to go on over data.
     waiting = 2 if is_streamed and layout.data == 1 else 1
     head_stored = 0.0 if in_root else GRADIENT_BYTES * shard.table / layout.z
@@ -278,7 +278,7 @@ def _moments(
                 gradients += GRADIENT_BYTES * shard.table
             if waiting == 2:
                 gradients += GRADIENT_BYTES * shard.inner * (1 + 1 / layout.z)
-        gradients += work_bytes * (shard.inner if mlp > behind_mlp else (3 if w.gated else 2) * shard.inner)
+        gradients += work_bytes * (shard.inner if mlp > after_mlp else (3 if w.gated else 2) * shard.inner)
         is_last = done == w.layers - 1
         yield Memory(
             parameters,
@@ -291,7 +291,7 @@ def _moments(
             "backward's last block" if is_last else "backward",
         )
 
-    # The embedding's gradient, in the precision of the work, beside the last block's that are being sent; then its own are.
+    # The embedding's gradient in the compute precision, with the last block's being sent; then its own are.
     gradients = GRADIENT_BYTES * w.layers * shard.block / layout.z + head_stored
     ends = shard.outside if in_root else shard.table
     if accumulates:

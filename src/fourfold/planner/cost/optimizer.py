@@ -1,8 +1,8 @@
 """The optimizer's step on one rank: the state it keeps, the bytes it holds, its time and its collectives.
 
 AdamW works on shards alone. Muon (`optim/muon.py`) keeps one momentum for the matrices of the blocks, which AdamW does not
-update. Of matrices that are sharded alike, as many as there are shards are redistributed by an all-to-all over each axis,
-one full matrix to each rank in bf16, orthogonalised by Newton-Schulz, and sent back. Nothing hides that.
+update. Matrices that are sharded alike are redistributed, as many at a time as there are shards: an all-to-all over
+each axis gives each rank one full matrix in bf16, which Newton-Schulz orthogonalises; then they are sent back. No overlap.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def muon_step_bytes(matrices: Matrices) -> float:
     gram = _BF16 * float(min(matrices.rows, matrices.columns)) ** 2
     # The direction and two iterates with two products, or the direction and one iterate with three.
     newton_schulz = max(3 * full + 2 * gram, 2 * full + 3 * gram)
-    # On the way back, beside the full matrix: what is sent and received over an axis, and copies of both from the second on.
+    # On the way back, the full matrix and what is sent and received over an axis, with copies of both from the second on.
     exchange = full + full * {0: 1, 1: 2}.get(len(matrices.axes), 4)
     directions = 4 * matrices.elements * matrices.filled  # fp32
     return directions + max(newton_schulz, exchange)

@@ -1,12 +1,12 @@
-"""How long a training step takes: the blocks in turn, and what of z and data does not hide behind them.
+"""Time of a training step: its blocks one after another, and the communication on z and data that does not overlap them.
 
-    forward    a block's weights are gathered over z behind the block before; the first gather shows
-    backward   the second gather of the block to come, the reduce-scatter over z of the block that was, and its
-               all-reduce over data go behind a block's backward (and recomputed forward); the last ones show
+    forward    the gather of a block's weights over z overlaps the block before; the first gather is exposed
+    backward   the second gather of the next block, the reduce-scatter over z of the previous block, and its all-reduce
+               over data overlap a block's backward (and recomputed forward); the last ones are exposed
     step       the optimizer reads and writes every shard once
 
-Link time is what collectives take, exposed time what of it the step is longer by; they are kept apart. Every figure is a
-prediction.
+Link time is what collectives take, exposed time the part of it that makes the step longer; they are kept apart. All values
+are predictions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Estimate:
 
 
 class Prices:
-    """The cost functions of one workload on one cluster, each result kept: a search asks for the same ones again."""
+    """The cost functions of one workload on one cluster, with cached results."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ def estimate(
     kernels: Kernels | None = None,
     optimizer: Optimizer = "adamw",
 ) -> Estimate:
-    """What one step of this layout would take, and hold.
+    """Time and memory of one step of this layout.
 
     Example:
         >>> from fourfold.planner.inputs.cluster import preset
@@ -151,7 +151,7 @@ def estimate(
 def estimate_with(
     prices: Prices, layout: Layout, global_batch_sequences: int, peak: Memory | None = None
 ) -> Estimate:
-    """The same, of a search that keeps its prices, and has looked at the memory."""
+    """The same for a search that keeps its prices and has computed the memory."""
     w, device = prices.workload, prices.cluster.device
     tokens = prices.tokens_at_once(layout, global_batch_sequences)
     forward, backward, ends = prices.passes(
@@ -198,7 +198,7 @@ def estimate_with(
 def utilisation(
     workload: Workload | None, layout: Layout, device: Device, tokens: float, length: int, step_s: float
 ) -> tuple[float | None, float | None]:
-    """(MFU, HFU) of a step of so many tokens; None where the device's peak, or the model's FLOPs, are not known."""
+    """(MFU, HFU) of a step of N tokens; None where the device's peak, or the model's FLOPs, are not known."""
     if workload is None or device.spec_tflops is None:
         return None, None
     possible = step_s * layout.ranks * device.spec_tflops * 1e12
@@ -267,19 +267,19 @@ def _weights(
     link_z += sends * (blocks * t.scatter_s + t.outside_scatter_s)
     link_data = sends * (blocks * t.data_s + t.outside_data_s)
 
-    behind_forward_s = _hides_behind_s(prices, layout, forward)
-    behind_backward_s = _hides_behind_s(prices, layout, backward)
+    overlap_forward_s = _overlap_s(prices, layout, forward)
+    overlap_backward_s = _overlap_s(prices, layout, backward)
     if recomputed:
-        behind_backward_s += behind_forward_s
+        overlap_backward_s += overlap_forward_s
 
     def shows(compute_s: float, communication_s: float) -> float:
         return together_s(compute_s, communication_s, slowdown) - compute_s if communication_s else 0.0
 
-    # Forward: every block's gather but the first behind the block before it.
+    # Forward: every block's gather but the first overlaps the block before it.
     if schedule.gathers_ahead:
-        # The embedding's shows, too; the head's goes behind the last blocks.
+        # The embedding's is exposed, too; the head's overlaps the last blocks.
         first_s = t.gather_s / t.calls + t.outside_gather_s / 2
-        exposed_z = m * ((blocks - 1) * shows(behind_forward_s, t.gather_s) + first_s)
+        exposed_z = m * ((blocks - 1) * shows(overlap_forward_s, t.gather_s) + first_s)
     else:
         exposed_z = m * (blocks * t.gather_s + t.outside_gather_s)
     exposed_data = 0.0 if schedule.hides_data else link_data
@@ -289,14 +289,14 @@ def _weights(
         alone_s = again_s + scatter_s - hidden_s
         data_s *= schedule.hides_data
         if _share_links(prices, layout):
-            shown_s = shows(behind_backward_s, hidden_s + data_s)
+            shown_s = shows(overlap_backward_s, hidden_s + data_s)
             of_data = data_s / (hidden_s + data_s) if data_s else 0.0
         else:
-            shown_s = shows(behind_backward_s, max(hidden_s, data_s))
+            shown_s = shows(overlap_backward_s, max(hidden_s, data_s))
             of_data = float(data_s > hidden_s)
         exposed_z += count * blocks * (alone_s + shown_s * (1 - of_data))
         exposed_data += count * blocks * shown_s * of_data
-    # The last of a block, and what is outside, have nothing left to hide behind: the embedding comes last of all.
+    # The last of a block, and what is outside, have nothing left to overlap with: the embedding comes last.
     exposed_z += sends * (t.scatter_s / t.calls * schedule.hides_scatters + t.outside_scatter_s)
     exposed_data += sends * (t.data_s / t.calls + t.outside_data_s) * schedule.hides_data
     return _Weights(link_z, link_data, min(exposed_z, link_z), min(exposed_data, link_data))
@@ -307,13 +307,13 @@ def _leaves_node(prices: Prices, ranks: int, inner: int) -> bool:
 
 
 def _share_links(prices: Prices, layout: Layout) -> bool:
-    """Do z and data send over the same kind of link? Then they take turns; else they run side by side."""
+    """Do z and data send over the same kind of link? Then one follows the other; else they run in parallel."""
     inner = layout.y * layout.x
     return _leaves_node(prices, layout.z, inner) == _leaves_node(prices, layout.data, inner * layout.z)
 
 
-def _hides_behind_s(prices: Prices, layout: Layout, one: Pass) -> float:
-    """What of a pass the weights' traffic can go on behind: not an activation's over the same links."""
+def _overlap_s(prices: Prices, layout: Layout, one: Pass) -> float:
+    """The time of a pass that the weights' traffic can overlap: without activations' traffic on the same links."""
     inner = layout.y * layout.x
     weights_leave = _leaves_node(prices, max(layout.z, layout.data), inner)
     seconds = one.compute_s

@@ -1,7 +1,7 @@
-"""What was measured on a cluster: collectives by size, matmuls by shape, and what else a step is made of.
+"""Measurements of a cluster: collectives by size, matmuls by shape, and the slowdown of both at once.
 
-`fourfold calibrate` writes these into a cluster's file, in `[measured]`. Where there is a measurement, it comes before any
-formula. Spreads are ranges between the quartiles over repetitions.
+`fourfold calibrate` writes these into a cluster's file, in `[measured]`. A measurement takes precedence over any
+formula. Spreads are interquartile ranges over repetitions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CollectiveTimes:
 
 @dataclass(frozen=True)
 class Together:
-    """How much longer each takes while the ranks of a position communicate and compute at the same time."""
+    """Slowdown of computation and of communication while the ranks of a position do both at once."""
 
     ranks: int
     inner_ranks: int
@@ -106,7 +106,7 @@ class Measured:
         return None
 
     def matmul_flops_per_s(self, m: float, n: float, k: float) -> float | None:
-        """The rate of the shapes nearest to this one that were measured, the nearer the more it counts.
+        """The rate of the nearest measured shapes, weighted by nearness.
 
         Shapes are as near as their sides' ratios are to one.
         """
@@ -144,7 +144,7 @@ def from_tables(values: dict[str, Any]) -> Measured:
             unknown = set(row) - set(known)
             if unknown:
                 raise ValueError(
-                    f"[[measured.{key}]] has {sorted(unknown)}, which is none of its {len(known)} words: {', '.join(known)}"
+                    f"[[measured.{key}]] has {sorted(unknown)}, which are not among its {len(known)} keys: {', '.join(known)}"
                 )
         given[key] = tuple(
             kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows

@@ -1,4 +1,4 @@
-"""What is to be trained: the sizes of a transformer, its parameters and its FLOPs, from a Hugging Face config."""
+"""The workload: sizes of a transformer, its parameters and FLOPs, from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from fourfold.untrusted_input import read_json
 
-# Families whose MLP has a gate (three matrices) and those that have none (two); what is unknown is refused.
+# Families whose MLP has a gate (three matrices) and those that have none (two); others are rejected.
 _GATED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "phi3",
     "granite", "cohere", "cohere2", "stablelm", "smollm3", "glm", "glm4", "helium", "ernie4_5", "seed_oss",
@@ -21,7 +21,7 @@ _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "bloom", "mpt", "persim
 _NORMS_ALL_HEADS = ("olmo2", "olmo3")
 # Families whose positions are not in q and k.
 _NOT_ROTATED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt", "bloom", "mpt")
-# The same thing in the words of several families.
+# The names of each size in several families.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -30,8 +30,8 @@ _NAMES = {
     "positions": ("n_positions",),
     "activation": ("hidden_act", "activation_function", "hidden_activation"),
 }
-# Of an MLP without a gate: what its activation function took and gave. Where PyTorch has no operator of its own for it,
-# autograd keeps what is between; a function that finds its gradient from its result does not keep what it took.
+# Tensors that autograd keeps of an MLP without a gate: by default the input and output of its activation function. Where
+# PyTorch has no single operator for it, also what is between; a function whose gradient needs only its result keeps one.
 _COPIES = {"relu": 1, "relu2": 3, "gelu_new": 5, "gelu_fast": 7}
 
 
@@ -60,7 +60,7 @@ class Workload:
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"{self.name}: num_attention_heads={self.heads} is no multiple of num_key_value_heads={self.kv_heads}; "
+                f"{self.name}: num_attention_heads={self.heads} is not a multiple of num_key_value_heads={self.kv_heads}; "
                 "correct the config"
             )
 
@@ -136,7 +136,7 @@ class Workload:
     def hardware_flops(self, tokens: float, length: int, *, recomputed: bool) -> float:
         """The same with the forward of the blocks that recomputation does again: what HFU counts.
 
-        Work that ranks along y do twice (attention's core) is in neither: it serves nobody.
+        Work that ranks along y repeat (attention's core) is in neither.
         """
         again = tokens * self.layers * self.block_forward_flops_per_token(length) if recomputed else 0.0
         return self.model_flops(tokens, length) + again
@@ -211,7 +211,7 @@ def _check_family(family: str, config: dict[str, Any]) -> None:
         )
     if family not in _GATED and family not in _UNGATED:
         raise ValueError(
-            f"model_type {family!r} is none of the {len(_GATED) + len(_UNGATED)} families whose block the planner knows; "
+            f"model_type {family!r} is not one of the {len(_GATED) + len(_UNGATED)} families whose block the planner knows; "
             "give the model_type of the nearest one ('llama' for a gated MLP, 'gpt2' for a plain one), or a Workload"
         )
 

@@ -1,4 +1,4 @@
-"""A run held against its prediction: where they differ most, and which number of the cluster file would explain it."""
+"""A run compared with its prediction: where they differ most, and which value of the cluster file would explain it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fourfold.planner.show.tables import seconds, signed
 from fourfold.planner.workers import estimate_by_dry_run
 
 _FURTHEST = 64.0  # times more or less than the cluster file says is looked at
-_SHOWN = 0.01  # of the step: what is smaller is no gap to explain
+_SHOWN = 0.01  # of the step: smaller gaps are not explained
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A number of the cluster file, and what it would have to be."""
+    """A value of the cluster file, and what it would have to be."""
 
     parameter: str
     now: float
@@ -131,7 +131,7 @@ def parts_of(dry_run: DryRunEstimate, cluster: Cluster, kernels: Kernels | None 
 
 
 def _parameters(cluster: Cluster, part: str) -> list[tuple[str, Callable[[float], Cluster]]]:
-    """Numbers that a part depends on, each with the cluster in which it is so many times what it is."""
+    """Numbers that a part depends on, each with the cluster in which it is multiplied by a factor."""
     names = ["best_tflops", "memory_tbps", "launch_us"]
     if part != "compute":
         names = ["node_gbps", "device_gbps", "base_us", "net_hop_us"]
