@@ -167,7 +167,7 @@ def test_code_that_asks_for_a_number_is_named():
         "vocab_size": 64,
     }
     config = OPTConfig(**sizes, max_position_embeddings=32, word_embed_proj_dim=32)
-    with pytest.raises(ValueError, match=r"OPTForCausalLM asks .*modeling_opt.py:\d+: if .*simulate 0"):
+    with pytest.raises(ValueError, match=r"OPTForCausalLM reads .*modeling_opt.py:\d+: if .*simulate 0"):
         dryrun(config, (1, 1, 1, 2), sequences=2, length=16)
 
 

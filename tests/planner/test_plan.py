@@ -14,7 +14,7 @@ from fourfold.dry_run.events import Operation, Start
 from fourfold.planner import plan as planning
 from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.cost.compute import Kernels, memory_s, operation_s
-from fourfold.planner.dry_run_estimate import play
+from fourfold.planner.dry_run_estimate import simulate_step
 from fourfold.planner.inputs.cluster import preset
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.predict import inner_ranks
@@ -77,7 +77,7 @@ def test_what_does_not_fit_after_all_is_rejected_with_both_numbers(monkeypatch):
         done = real(*given, **named)
         return dataclasses.replace(done, peak=dataclasses.replace(done.peak, bytes=2.0**30))
 
-    monkeypatch.setattr(planning, "rehearse", larger)
+    monkeypatch.setattr(planning, "estimate_by_dry_run", larger)
     plan = ff.plan(CONFIG, tight, 2, sequences=4, length=32, simulate=2, quiet=True)
     over = [r for r in plan.rejected if "by the dry run" in r.reason]
     assert len(over) >= 2
@@ -114,7 +114,7 @@ def test_a_module_without_formulas_is_dry_run_on_every_grid():
 
 
 def test_what_is_no_model_is_named():
-    with pytest.raises(ValueError, match="int is no model"):
+    with pytest.raises(ValueError, match="int is not a model"):
         ff.plan(3, CLUSTER, 2, sequences=2, length=8)
 
 
@@ -166,11 +166,11 @@ def test_a_collective_lies_where_the_axes_inside_it_put_it(axis, inside, apart):
 
 
 def test_faster_links_make_a_simulated_step_no_longer():
-    rehearsal = estimate_by_dry_run(CONFIG, Layout(1, 2, 1, 2), 4, 32, "cuda")
+    dry_run = estimate_by_dry_run(CONFIG, Layout(1, 2, 1, 2), 4, 32, "cuda")
     slow = dataclasses.replace(
         CLUSTER, links=dataclasses.replace(CLUSTER.links, device_gbps=1.0, measured_gbps=())
     )
-    assert play(rehearsal, CLUSTER)[0].step_s < play(rehearsal, slow)[0].step_s
+    assert simulate_step(dry_run, CLUSTER)[0].step_s < simulate_step(dry_run, slow)[0].step_s
 
 
 def test_dry_runs_in_processes_of_their_own_are_the_same():

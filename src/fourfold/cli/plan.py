@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.planner.cost.step import Estimate, Prices
-from fourfold.planner.dry_run_estimate import play, precision_of, schedule_of, target_of
+from fourfold.planner.dry_run_estimate import precision_of, schedule_of, simulate_step, target_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.workload import Workload, from_config
@@ -142,10 +142,6 @@ def run(options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(as_json(plan, title)))
     if options.html or options.trace:
         timeline = _timeline(path, best, sequences, options.length, cluster, precision)
-        if not timeline.spans:
-            print(
-                f"Ranks of {cluster.name} share cores and were simulated together: there is no timeline of a single rank."
-            )
         if options.html:
             write_page(options.html, plan, cluster, title, timeline)
             print(f"wrote {options.html}")
@@ -189,8 +185,8 @@ def _billions(workload: Workload) -> str:
 def _timeline(
     path: Path, best: Estimate, sequences: int, length: int, cluster: Cluster, precision: str
 ) -> Simulated:
-    rehearsal = estimate_by_dry_run(path, best.layout, sequences, length, target_of(cluster), precision)
-    return play(rehearsal, cluster, keep_spans=True)[0]
+    dry_run = estimate_by_dry_run(path, best.layout, sequences, length, target_of(cluster), precision)
+    return simulate_step(dry_run, cluster, keep_spans=True)[0]
 
 
 def amount(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Blocks that are alike need not be traced one by one: a shallow copy of the model, and what was left out."""
+"""Blocks that are alike need not be traced one by one: a shallow copy of the model is enough."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 _LONGEST_PERIOD = 8
-# Blocks at either end of a step differ from those in the middle: the first weight has nobody to hide behind, and
+# Blocks at either end of a step differ from those in the middle: the first weight has nothing to overlap with, and
 # gradients of two blocks may be in flight. These are enough for a middle, counted in periods.
 _PERIODS = 4
 

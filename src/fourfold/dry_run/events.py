@@ -1,4 +1,4 @@
-"""What one rank does in a step, in order: operations, collectives that start, and waits for them."""
+"""The events of one rank in a step, in order: operations, starts of collectives, and waits for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Work = Literal["matmul", "attention", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operator of PyTorch; what only looks at memory in another way (a view) is none."""
+    """One operator of PyTorch; a view is not an operation."""
 
     phase: Phase
     module: str
@@ -24,7 +24,7 @@ class Operation:
     work: Work
     flops: float
     bytes_moved: float
-    # Of a matmul (batch, m, n, k); of anything else its output.
+    # (batch, m, n, k) of a matmul; the output's shape of any other operator.
     shape: tuple[int, ...]
 
 
@@ -45,7 +45,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What follows needs the result of a collective: the first that started with these words and was not waited for."""
+    """What follows needs the result of a collective: the first that started with these fields and was not waited for."""
 
     phase: Phase
     module: str

@@ -1,8 +1,7 @@
-"""Writes down what a rank does: every operator, every collective, and the memory of every tensor.
+"""Records what a rank does: every operator, every collective, and the memory of every tensor.
 
-It stands below autograd, where fake tensors are, so that it sees forward, backward and the optimizer alike. Which module
-an operator belongs to is known in forward from the modules that are entered; in backward from the node that autograd
-runs, which forward made in that module.
+It runs below autograd, at the level of fake tensors, so that it sees forward, backward and the optimizer. In forward an
+operator belongs to the module that was entered last; in backward to the module in which forward made the autograd node.
 
 A tensor's memory is its storage: it appears with the first tensor in it and goes with the last. What a storage is *for*
 may be known only later (a matmul's output becomes a gradient when it is sent), so categories are given to storages, and
@@ -41,9 +40,9 @@ _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 class Recorder(TorchDispatchMode):
-    """Enter it inside of fake tensors' own mode; whoever runs the step sets `phase`."""
+    """Enter it inside of the fake tensor mode; the caller that runs the step sets `phase`."""
 
-    # The halves of a batch, each in its thread, are seen as well (`interleave.py`).
+    # Half-batches, each in its thread, are recorded as well (`interleave.py`).
     follows_threads = True
 
     def __init__(self, model: nn.Module, grid: Grid) -> None:
@@ -94,7 +93,7 @@ class Recorder(TorchDispatchMode):
         self._before = dict(self._bytes)
 
     def trace(self) -> Trace:
-        """What was written down since; storages by what they turned out to be for."""
+        """What was recorded since; storages by their final category."""
         before: dict[Category, float] = {}
         for storage, size in self._before.items():
             if size:
@@ -109,7 +108,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Operators, modules, collectives and resized storages inside are written down."""
+        """Operators, modules, collectives and resized storages inside are recorded."""
 
         def enter(module: nn.Module, args: Any) -> None:
             name = self._names.get(module)
@@ -250,7 +249,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _take(self, tensor: Tensor, phase: Phase, module: str, func: Any) -> bool:
-        """Is its memory new? Then it is on the account from here on."""
+        """Is its memory new? Then count it from here on."""
         if isinstance(tensor, DTensor) or not hasattr(tensor, "untyped_storage"):
             return False
         storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""The dry run: one rank's step of any world, by the very code that trains."""
+"""The dry run: one rank's step in a world of any size, by the code that trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from fourfold.hf.init_recorder import restore_buffers
 from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
+from fourfold.optim.muon import ShardedMuon, split_matrices
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.loss import count_labels
 from fourfold.parallel.options import ActivationCheckpointing, ActivationsWanted, Options
@@ -40,12 +41,12 @@ from fourfold.weights.overlap import Overlap
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank does in a step, and the memory of it."""
+    """The events of one rank's step, and its memory."""
 
     shape: tuple[int, int, int, int]
     trace: Trace = field(repr=False)
     report: Report = field(repr=False)
-    blocks_traced: tuple[int, int] | None = None  # so many of so many that are alike
+    blocks_traced: tuple[int, int] | None = None  # (traced, all) of the blocks that are alike
 
     @cached_property
     def peak(self) -> Peak:
@@ -81,16 +82,17 @@ def dryrun(
     weights: Weights = "auto",
     overlap: Overlap | None = None,
     max_norm: float = 1.0,
+    optimizer: Literal["adamw", "muon"] = "adamw",
     target: str = "cuda",
     rank: int = 0,
     every_block: bool = False,
 ) -> DryRun:
-    """A training step of one rank of a grid, on no device: forward, backward, clipping, AdamW.
+    """A training step of one rank of a grid, on no device: forward, backward, clipping, AdamW or Muon.
 
     ``model`` is built on ``meta``, or a Hugging Face configuration, or the path of its ``config.json``. ``sequences``
     of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
-    ``target`` devices. Of many blocks that are alike a few are traced, unless ``every_block`` is to be. Raises what the
-    real start would raise.
+    ``target`` devices. If many blocks are alike, only a few are traced, unless ``every_block``. Raises what the real start
+    would raise.
 
     Example:
         >>> run = dryrun(config, (64, 16, 1, 2), sequences=1024, length=16)  # 2,048 ranks; a path of a config.json does, too
@@ -110,16 +112,20 @@ def dryrun(
         def run(model: nn.Module) -> tuple[Trace, Report]:
             report, _ = arrange(model, grid, options, seed=0)
             try:
-                trace = _trace(model, grid, report, own // micro_batches, length, micro_batches, max_norm)
+                trace = _trace(
+                    model, grid, report, own // micro_batches, length, micro_batches, max_norm, optimizer
+                )
             except DataDependentOutputException as error:
                 line = line_of_model(traceback.extract_tb(error.__traceback__))
                 raise ValueError(
-                    f"{report.model} asks what a number is that only a device would know ({line}), so a dry run cannot follow "
+                    f"{report.model} reads a tensor's value, which only a device would know ({line}), so a dry run cannot follow "
                     "it; plan by formulas alone (fourfold plan --simulate 0, ff.plan(simulate=0))"
                 ) from None
             return trace, report
 
-        repeated = None if every_block or (overlap and overlap.keep_bytes) else find_repeated(module)
+        # Muon redistributes matrices of several blocks together: its step does not grow block by block.
+        is_periodic = not (overlap and overlap.keep_bytes) and optimizer == "adamw"
+        repeated = None if every_block or not is_periodic else find_repeated(module)
         if repeated is not None:
             fewer, report = run(shallow_copy(module, repeated, repeated.traced))
             more, _ = run(shallow_copy(module, repeated, repeated.traced + repeated.period))
@@ -146,6 +152,7 @@ def _trace(
     length: int,
     micro_batches: int,
     max_norm: float,
+    optimizer: str,
 ) -> Trace:
     """The step of an arranged model after the first ones."""
     restore_buffers(model, grid.device)
@@ -163,8 +170,8 @@ def _trace(
         recorder.expect_logits(vocabulary.stop - vocabulary.start, name)
     with FakeTensorMode(allow_non_fake_inputs=True), _unpacked():
         model.to_empty(device=grid.device)
-        step = _Step(model, grid, recorder, rows, length, micro_batches, max_norm)
-        # The first shows who are siblings, a second in which order weights are used when the halves of a batch take turns.
+        step = _Step(model, grid, recorder, rows, length, micro_batches, max_norm, report, optimizer)
+        # The first step finds linears that share an input, a second the order of weights with batch-split overlap.
         for _ in range(2 if report.interleaved else 1):
             step()
         recorder.start_over()
@@ -184,16 +191,21 @@ class _Step:
         length: int,
         micro_batches: int,
         max_norm: float,
+        report: Report,
+        optimizer: str,
     ) -> None:
         self.model, self.grid, self.recorder = model, grid, recorder
         self.micro_batches, self.max_norm = micro_batches, max_norm
         with recorder.recording():
             for tensor in (*model.parameters(), *model.buffers()):
                 recorder.label(tensor, "parameters")
-            # As torch itself chooses on CUDA and on CPU.
-            self.optimizer = sharded_optimizer(torch.optim.AdamW)(
-                model.parameters(), lr=1e-4, foreach=grid.target == "cuda"
-            )
+            options: dict[str, Any] = {"lr": 1e-4, "foreach": grid.target == "cuda"}  # torch's own choice
+            if optimizer == "muon":
+                matrices, others = split_matrices(model)
+                groups = [{"params": matrices, "muon": True}, {"params": others}]
+                self.optimizer: torch.optim.Optimizer = ShardedMuon(groups, model, report, **options)
+            else:
+                self.optimizer = sharded_optimizer(torch.optim.AdamW)(model.parameters(), **options)
             self.ids = torch.zeros(micro_batches * rows, length, dtype=torch.int64)
 
     def __call__(self) -> None:
@@ -222,7 +234,7 @@ class _Step:
 
 
 def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
-    """A model on meta, of what describes it."""
+    """The model on meta."""
     if isinstance(model, nn.Module):
         return model
     import transformers

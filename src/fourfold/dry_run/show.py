@@ -1,4 +1,4 @@
-"""What a person wants to see of a dry run: memory, collectives, work, in tables."""
+"""A dry run as tables: memory, collectives, work."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]]) -
 
 
 def _gib(size: float) -> str:
-    """Bytes in the unit that one reads best.
+    """Bytes in a readable unit.
 
     Example:
         >>> _gib(3 * 2**30)

@@ -49,7 +49,7 @@ def on_streams(events: Sequence[Event]) -> list[Event]:
 
 
 def _pairs(events: Sequence[Event]) -> list[tuple[int, int]]:
-    """Of each collective that somebody waits for, where it starts and where the wait is, in the order of starts."""
+    """(start, wait) of each collective that is waited for, in the order of starts."""
     under_way: dict[tuple[str, ...], deque[int]] = defaultdict(deque)
     pairs = []
     for i, event in enumerate(events):

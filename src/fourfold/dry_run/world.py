@@ -1,4 +1,4 @@
-"""A world of any size in one process: the `fake` back end takes every collective for done and sends nothing."""
+"""A world of any size in one process: the `fake` backend completes every collective at once and sends nothing."""
 
 from __future__ import annotations
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 Axis = Literal["data", "z", "y", "x"]
 AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors in rising order.
+
+    Example:
+        >>> divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def factorisations(ranks: int) -> list[tuple[int, int, int, int]]:
@@ -19,6 +31,6 @@ def factorisations(ranks: int) -> list[tuple[int, int, int, int]]:
     def split(n: int, axes: int) -> list[tuple[int, ...]]:
         if axes == 1:
             return [(n,)]
-        return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in split(n // d, axes - 1)]
+        return [(d, *rest) for d in divisors(n) for rest in split(n // d, axes - 1)]
 
     return [(f[0], f[1], f[2], f[3]) for f in split(ranks, 4)]

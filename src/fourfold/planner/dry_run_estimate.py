@@ -1,4 +1,4 @@
-"""A layout rehearsed: its dry run, and the step that is played from it on a cluster."""
+"""Estimates from dry runs: the dry run of a layout, and its step simulated on a cluster."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.mesh.axes import AXES
 from fourfold.planner.cost.compute import Kernels, operation_s
 from fourfold.planner.cost.memory import Memory
+from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, utilisation
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
@@ -27,18 +28,18 @@ _WORK = {"matmul": "matmul", "attention": "attention", "memory": "element-wise"}
 
 @dataclass(frozen=True)
 class DryRunEstimate:
-    """A layout's dry run: what one rank does, and what it holds at most."""
+    """A layout's dry run: the events of one rank, and its peak memory."""
 
     layout: Layout
     trace: Trace
     peak: Peak
 
 
-# -- what a model is --------------------------------------------------------------------------------------------------
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 def describe(model: Any) -> tuple[Any, Workload | None]:
-    """(what a dry run takes, the workload); no workload for a module that is none of Hugging Face's."""
+    """(the model as `dryrun` takes it, its workload); the workload is None for a module that is not from Hugging Face."""
     if isinstance(model, (str, Path)):
         path = Path(model)
         path = path / "config.json" if path.is_dir() else path
@@ -53,12 +54,12 @@ def describe(model: Any) -> tuple[Any, Workload | None]:
     if hasattr(model, "named_parameters"):
         return model, None
     raise ValueError(
-        f"{type(model).__name__} is no model; give a config.json's path, a Hugging Face configuration or an nn.Module"
+        f"{type(model).__name__} is not a model; give a config.json's path, a Hugging Face configuration or an nn.Module"
     )
 
 
 def _fresh(source: Any) -> Any:
-    """What `dryrun` may cut to pieces: a module on meta, or what it makes one of."""
+    """A model that `dryrun` may modify: a module on meta, or a source to build one from."""
     if isinstance(source, dict):
         import transformers
 
@@ -88,6 +89,7 @@ def estimate_in_process(
     target: str,
     precision: Any,
     roles: Mapping[str, str] | None,
+    optimizer: Optimizer = "adamw",
 ) -> DryRunEstimate:
     from fourfold.dry_run.run import dryrun
     from fourfold.weights.overlap import Overlap
@@ -105,12 +107,13 @@ def estimate_in_process(
         weights=layout.weights,
         overlap=Overlap(keep_bytes=layout.keep_bytes, keep_inputs=layout.keep_inputs),
         target=target,
+        optimizer=optimizer,
     )
     return DryRunEstimate(layout, done.trace, done.peak)
 
 
 def schedule_of(cluster: Cluster, precision: str) -> Schedule:
-    """How Fourfold hides what on these devices (`weights/overlap.py`), in that precision."""
+    """Fourfold's overlap on these devices (`weights/overlap.py`), in that precision."""
     on_cpu = target_of(cluster) == "cpu"
     return replace(
         FOURFOLD,
@@ -121,27 +124,27 @@ def schedule_of(cluster: Cluster, precision: str) -> Schedule:
 
 
 def precision_of(cluster: Cluster) -> str:
-    """In which a run computes on these devices, unless asked for another."""
+    """The default precision of a run on these devices."""
     return "bf16" if target_of(cluster) == "cuda" else "fp32"
 
 
 def target_of(cluster: Cluster) -> str:
-    """The kind of device that decisions are made for."""
+    """The device type that decisions are made for."""
     return "cpu" if cluster.library.name == "gloo" else "cuda"
 
 
 # -- simulation -------------------------------------------------------------------------------------------------------
 
 
-def play(
-    rehearsal: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None, *, keep_spans: bool = False
+def simulate_step(
+    dry_run: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None, *, keep_spans: bool = False
 ) -> tuple[Simulated, dict[str, float]]:
     """The predicted step, and its computation by part."""
     from fourfold.dry_run.events import Operation
     from fourfold.dry_run.streams import on_streams
     from fourfold.planner.predict import predict
 
-    events, layout = rehearsal.trace.events, rehearsal.layout
+    events, layout = dry_run.trace.events, dry_run.layout
     if layout.weights == "fsdp2" and target_of(cluster) == "cuda":
         events = on_streams(events)
     step = predict(events, layout.grid, cluster, kernels, keep_spans=keep_spans)
@@ -149,7 +152,7 @@ def play(
     for event in events:
         if isinstance(event, Operation):
             alone_s[part_of(event)] += operation_s(event, cluster, kernels)
-    # What collectives in flight slow down is shared out as the work is.
+    # The slowdown by collectives in flight is distributed in proportion to the work.
     slower = step.compute_s / (sum(alone_s.values()) or 1.0)
     return step, {part: seconds * slower for part, seconds in alone_s.items()}
 
@@ -163,7 +166,7 @@ def part_of(operation: Operation) -> str:
 
 
 def as_estimate(
-    rehearsal: DryRunEstimate,
+    dry_run: DryRunEstimate,
     workload: Workload | None,
     cluster: Cluster,
     kernels: Kernels,
@@ -171,9 +174,9 @@ def as_estimate(
     length: int,
     formula_s: float | None,
 ) -> Estimate:
-    """A simulated step in the words of the formulas' estimates."""
-    layout = rehearsal.layout
-    step, compute_s = play(rehearsal, cluster, kernels)
+    """A simulated step as an `Estimate`, like those of the formulas."""
+    layout = dry_run.layout
+    step, compute_s = simulate_step(dry_run, cluster, kernels)
     tokens = float(sequences) * length
     mfu, hfu = utilisation(workload, layout, cluster.device, tokens, length, step.step_s)
     return Estimate(
@@ -182,7 +185,7 @@ def as_estimate(
         compute_s,
         {axis: step.link_s.get(axis, 0.0) for axis in reversed(AXES)},
         {axis: step.exposed_s.get(axis, 0.0) for axis in reversed(AXES)},
-        memory_of(rehearsal),
+        memory_of(dry_run),
         tokens / step.step_s,
         mfu,
         hfu,
@@ -191,8 +194,8 @@ def as_estimate(
     )
 
 
-def memory_of(rehearsal: DryRunEstimate) -> Memory:
-    peak, events = rehearsal.peak, rehearsal.trace.events
+def memory_of(dry_run: DryRunEstimate) -> Memory:
+    peak, events = dry_run.peak, dry_run.trace.events
     event = events[min(peak.event, len(events) - 1)]
     held = peak.by_category
     return Memory(

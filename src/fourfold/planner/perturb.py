@@ -28,7 +28,7 @@ def value_of(cluster: Cluster, name: str) -> float:
 
 
 def changed(cluster: Cluster, name: str, factor: float) -> Cluster:
-    """The cluster in which the number ``name`` is so many times what it is.
+    """The cluster in which the value ``name`` is multiplied by ``factor``.
 
     Example:
         >>> from fourfold.planner.inputs.cluster import preset
@@ -55,14 +55,8 @@ def _changed_measurements(cluster: Cluster, name: str, factor: float) -> Measure
             attention_forward_tflops=forward and forward * factor,
             attention_backward_tflops=backward and backward * factor,
         )
-    if name == "memory_tbps":
-        return replace(
-            measured, phases=tuple(replace(p, memory_gbps=p.memory_gbps * factor) for p in measured.phases)
-        )
-    if name == "launch_us":
-        return replace(
-            measured, phases=tuple(replace(p, operator_us=p.operator_us * factor) for p in measured.phases)
-        )
+    if name in ("memory_tbps", "launch_us"):
+        return measured
     return replace(
         measured, collectives=tuple(_changed_times(t, cluster, name, factor) for t in measured.collectives)
     )

@@ -1,7 +1,7 @@
-"""`fourfold.plan`: all layouts ranked by formulas, the best of them then played event by event over their dry runs.
+"""`fourfold.plan`: rank all layouts by formulas, then simulate the best of them over their dry runs.
 
-The formulas are quick and know a family of models; the dry run is the code that trains, knows any model, and takes seconds for
-each layout. So the formulas choose whom to look at, and the simulation decides among those.
+Formulas are fast and know families of models. A dry run is the code that trains; it knows any model and takes seconds for
+each layout. So formulas select the candidates, and the simulation ranks those.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import track
 
+from fourfold.mesh.axes import divisors, factorisations
 from fourfold.planner.cost.compute import Kernels
+from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate
 from fourfold.planner.dry_run_estimate import (
     DryRunEstimate,
@@ -29,7 +31,7 @@ from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Activations, Layout
 from fourfold.planner.inputs.workload import Workload
-from fourfold.planner.search import RESERVE, Plan, Rejected, divisors, grids, search, too_large
+from fourfold.planner.search import RESERVE, Plan, Rejected, search, too_large
 from fourfold.planner.workers import estimate_all, estimate_by_dry_run
 
 
@@ -43,6 +45,7 @@ def plan(
     simulate: int = 20,
     weights: Literal["fsdp2", "streamed"] | None = None,
     precision: Literal["bf16", "fp32"] | None = None,
+    optimizer: Optimizer = "adamw",
     checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
     activations: Activations | None = None,
     keep_inputs: tuple[bool, ...] = (True, False),
@@ -52,14 +55,15 @@ def plan(
     dry_runs: int = 100,
     quiet: bool = False,
 ) -> Plan:
-    """Rank the layouts of a model on so many ranks of a cluster. Every figure is a prediction.
+    """Rank the layouts of a model on N ranks of a cluster. All values are predictions.
 
-    ``model`` is the path of a Hugging Face ``config.json``, such a configuration, or a module of it; ``cluster`` a preset's
+    ``model`` is the path of a Hugging Face ``config.json``, a configuration, or a module; ``cluster`` a preset's
     name, the path of a TOML file, or a `Cluster`. The global batch is ``sequences`` of ``length`` tokens. The formulas rank
     all; the first ``simulate`` are then simulated over their dry runs, whose memory replaces that of the formulas, and ranked
-    by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given. Replicated and
-    token-sharded ``activations`` are both looked at, unless one is given; the latter with gathered inputs that are kept and
-    that come again, unless ``keep_inputs`` says which.
+    by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given;
+    ``optimizer`` is that of the run. Replicated and
+    token-sharded ``activations`` are both tried, unless one is given; the latter with gathered inputs that are kept and that
+    are gathered again, unless ``keep_inputs`` says which.
 
     Any other module that takes ``input_ids`` and ``labels`` and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them.
@@ -74,9 +78,11 @@ def plan(
     source, workload = describe(model)
     weights = weights or ("fsdp2" if target_of(machines) == "cuda" else "streamed")
     work = precision or precision_of(machines)
-    given = _Given(source, workload, machines, kernels, sequences, length, reserve, roles, quiet, work)
+    given = _Given(
+        source, workload, machines, kernels, sequences, length, reserve, roles, quiet, work, optimizer
+    )
     if workload is None:
-        # Few such modules can be cut by their tokens, and each try is a dry run.
+        # Few such modules allow token sharding, and each try is a dry run.
         return _without_formulas(given, ranks, weights, checkpointing, activations or "replicated", dry_runs)
     found = search(
         workload,
@@ -86,20 +92,21 @@ def plan(
         length,
         schedule=schedule_of(machines, work),
         kernels=kernels,
+        optimizer=optimizer,
         weights=weights,
         checkpointing=checkpointing,
         activations=(activations,) if activations else ("replicated", "token-sharded"),
         keep_inputs=keep_inputs,
         reserve=reserve,
     )
-    first = _worth_playing(found, simulate)
+    first = _worth_simulating(found, simulate)
     rest = [e for e in found.ranked if e not in first]
-    played, refused = _play(given, [e.layout for e in first], {e.layout: e.step_s for e in first})
-    return replace(found, ranked=[*played, *rest], rejected=[*found.rejected, *refused])
+    simulated, failed = _simulate(given, [e.layout for e in first], {e.layout: e.step_s for e in first})
+    return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *failed])
 
 
-def _worth_playing(found: Plan, count: int) -> list[Estimate]:
-    """The first ones, and the first with and without y and token sharding, so that what each is worth is told by one measure."""
+def _worth_simulating(found: Plan, count: int) -> list[Estimate]:
+    """The first ones, and the first with and without y and token sharding, so that simulations can be compared."""
     if not count:
         return []
     first = found.ranked[:count]
@@ -127,31 +134,32 @@ class _Given:
     roles: Mapping[str, str] | None
     quiet: bool
     precision: str
+    optimizer: Optimizer
 
     @property
     def target(self) -> str:
         return target_of(self.cluster)
 
 
-def _play(
+def _simulate(
     given: _Given, layouts: list[Layout], formulas_s: dict[Layout, float]
 ) -> tuple[list[Estimate], list[Rejected]]:
     """(the layouts that run and fit, the fastest first; the others with the reason)."""
     limit_bytes = given.cluster.device.memory_gib * 2**30 * (1 - given.reserve)
     ranked: list[Estimate] = []
     rejected: list[Rejected] = []
-    for layout, rehearsal in _rehearsed(given, layouts):
-        if isinstance(rehearsal, ValueError):
-            rejected.append(Rejected(layout, f"the dry run: {rehearsal}"))
+    for layout, dry_run in _dry_runs(given, layouts):
+        if isinstance(dry_run, ValueError):
+            rejected.append(Rejected(layout, f"the dry run: {dry_run}"))
             continue
-        over_bytes = rehearsal.peak.bytes - limit_bytes
+        over_bytes = dry_run.peak.bytes - limit_bytes
         if over_bytes > 0:
-            reason = too_large(rehearsal.peak.bytes, limit_bytes, given.reserve)
+            reason = too_large(dry_run.peak.bytes, limit_bytes, given.reserve)
             rejected.append(Rejected(layout, f"{reason}, by the dry run", over_bytes))
             continue
         ranked.append(
             as_estimate(
-                rehearsal,
+                dry_run,
                 given.workload,
                 given.cluster,
                 given.kernels,
@@ -175,7 +183,9 @@ def _without_formulas(
     """Every grid whose data and z divide the batch, few tensor ranks first, each with one micro-batch and as many as fit."""
     layouts: list[Layout] = []
     rejected: list[Rejected] = []
-    for data, z, y, x in sorted(grids(ranks), key=lambda grid: (grid[2] * grid[3], grid[2], -grid[1])):
+    for data, z, y, x in sorted(
+        factorisations(ranks), key=lambda grid: (grid[2] * grid[3], grid[2], -grid[1])
+    ):
         if given.sequences % (data * z):
             reason = f"data*z={data * z} does not divide the global batch of {given.sequences}"
             rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason))
@@ -189,36 +199,45 @@ def _without_formulas(
     left = layouts[dry_runs:]
     if left:
         notes.append(
-            f"{len(left)} of {len(layouts)} layouts were not looked at (more tensor ranks come last); give more dry_runs."
+            f"{len(left)} of {len(layouts)} layouts were not tried (more tensor ranks come last); give more dry_runs."
         )
-    ranked, refused = _play(given, layouts[:dry_runs], {})
+    ranked, failed = _simulate(given, layouts[:dry_runs], {})
     limit_bytes = given.cluster.device.memory_gib * 2**30 * (1 - given.reserve)
     considered = len(rejected) + min(dry_runs, len(layouts))
-    return Plan(ranked, [*rejected, *refused], considered, ranks, limit_bytes, tuple(notes))
+    return Plan(ranked, [*rejected, *failed], considered, ranks, limit_bytes, tuple(notes))
 
 
-def _rehearsed(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, DryRunEstimate | ValueError]]:
-    """Each layout with its dry run, or why there is none; several beside each other, and a bar where one waits."""
+def _dry_runs(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, DryRunEstimate | ValueError]]:
+    """Each layout with its dry run, or its error; several run in parallel, with a progress bar."""
     arguments = [
-        (given.source, layout, given.sequences, given.length, given.target, given.precision, given.roles)
+        (
+            given.source,
+            layout,
+            given.sequences,
+            given.length,
+            given.target,
+            given.precision,
+            given.roles,
+            given.optimizer,
+        )
         for layout in layouts
     ]
     if len(layouts) < _WORTH_PROCESSES:
-        done: Iterator[DryRunEstimate | ValueError] = (_rehearse_one(one) for one in arguments)
+        done: Iterator[DryRunEstimate | ValueError] = (_dry_run_one(one) for one in arguments)
     else:
         done = estimate_all(arguments)
-    rehearsals: Iterable[DryRunEstimate | ValueError] = done
+    shown: Iterable[DryRunEstimate | ValueError] = done
     if not given.quiet and layouts:
         console = Console(file=sys.stderr)
-        rehearsals = track(done, "dry run and simulation", len(layouts), console=console, transient=True)
-    yield from zip(layouts, rehearsals, strict=True)
+        shown = track(done, "dry run and simulation", len(layouts), console=console, transient=True)
+    yield from zip(layouts, shown, strict=True)
 
 
-_WORTH_PROCESSES = 8  # layouts; a process imports torch for some seconds
+_WORTH_PROCESSES = 8  # layouts; a process needs seconds to import torch
 
 
-def _rehearse_one(given: tuple[Any, ...]) -> DryRunEstimate | ValueError:
+def _dry_run_one(given: tuple[Any, ...]) -> DryRunEstimate | ValueError:
     try:
         return estimate_by_dry_run(*given)
-    except ValueError as refusal:
-        return refusal
+    except ValueError as error:
+        return error

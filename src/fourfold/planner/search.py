@@ -1,35 +1,36 @@
-"""Every layout of a workload on so many ranks: those that cannot run with the reason in words, the others ranked."""
+"""All layouts of a workload on N ranks: those that can run ranked, the others with the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
 
+from fourfold.mesh.axes import divisors, factorisations
 from fourfold.planner.cost.compute import Kernels
 from fourfold.planner.cost.memory import WORK_BYTES
+from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import FOURFOLD, Activations, Layout, Schedule, undivided_axis
 from fourfold.planner.inputs.workload import Workload
 
-# Of a device's memory: the context, the library's buffers, what an allocator cannot use.
+# The part of a device's memory for its context, the library's buffers and what an allocator cannot use.
 RESERVE = 0.10
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that would not run, or not fit, with both numbers."""
+    """A layout that cannot run or does not fit, with the reason."""
 
     layout: Layout
     reason: str
-    over_bytes: float = 0.0  # of memory; 0 where a number does not divide
+    over_bytes: float = 0.0  # of memory; 0 where a size does not divide
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts there are, the fastest first."""
+    """All layouts, the fastest first."""
 
     ranked: list[Estimate]
     rejected: list[Rejected]
@@ -48,26 +49,13 @@ class Plan:
         return self.ranked[0]
 
     def best_without_y(self) -> Estimate | None:
-        """The fastest that FSDP, tensor and data parallelism can express, so that y has to earn its place."""
+        """The fastest layout that FSDP, tensor and data parallelism can express, to compare y with."""
         return next((e for e in self.ranked if e.layout.y == 1), None)
 
     def nearest_miss(self) -> Rejected:
-        """The layout that is the least over the memory; any other if none failed for memory."""
+        """The layout that exceeds the memory by the least; any other if none failed for memory."""
         over = [r for r in self.rejected if r.over_bytes > 0]
         return min(over, key=lambda r: r.over_bytes) if over else self.rejected[0]
-
-
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
-
-
-def grids(ranks: int) -> Iterator[tuple[int, int, int, int]]:
-    """All (data, z, y, x) of so many ranks."""
-    for x in divisors(ranks):
-        for y in divisors(ranks // x):
-            for z in divisors(ranks // (x * y)):
-                yield ranks // (x * y * z), z, y, x
 
 
 def why_not_grid(workload: Workload, grid: tuple[int, int, int, int], batch_sequences: int) -> str | None:
@@ -89,7 +77,9 @@ def why_not_grid(workload: Workload, grid: tuple[int, int, int, int], batch_sequ
     if x <= w.kv_heads and w.kv_heads % x:
         return f"x={x} does not divide num_key_value_heads={w.kv_heads}; use x <= {_below(w.kv_heads, x)}"
     if x > w.kv_heads and x % w.kv_heads:
-        return f"x={x} is no multiple of num_key_value_heads={w.kv_heads}; use x <= {_below(w.kv_heads, x)}"
+        return (
+            f"x={x} is not a multiple of num_key_value_heads={w.kv_heads}; use x <= {_below(w.kv_heads, x)}"
+        )
     if w.ffn % x:
         return f"x={x} does not divide intermediate_size={w.ffn}; use x <= {_below(w.ffn, x)}"
     if w.hidden % y:
@@ -115,6 +105,7 @@ def search(
     *,
     schedule: Schedule = FOURFOLD,
     kernels: Kernels | None = None,
+    optimizer: Optimizer = "adamw",
     weights: Literal["fsdp2", "streamed"] = "fsdp2",
     checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
     activations: tuple[Activations, ...] = ("replicated", "token-sharded"),
@@ -124,16 +115,16 @@ def search(
 ) -> Plan:
     """All layouts, the fastest first.
 
-    ``reserve`` is the part of the memory that is left to others. Kept weights are tried where weights are streamed: half of
-    them, and all; token-sharded ``activations`` where there are tensor ranks, with gathered inputs that are kept and that come
-    again (``keep_inputs``). More than ``tensor_ranks_at_most`` ranks on y and x together are not looked at.
+    ``reserve`` is the part of the memory that is left free. Streamed weights are tried with none, half and all of them kept.
+    Token-sharded ``activations`` are tried where there are tensor ranks, with gathered inputs that are kept and that are
+    gathered again (``keep_inputs``). Grids with more than ``tensor_ranks_at_most`` ranks on y and x together are skipped.
     """
-    prices = Prices(workload, cluster, length, schedule, kernels)
+    prices = Prices(workload, cluster, length, schedule, kernels, optimizer)
     limit_bytes = cluster.device.memory_gib * 2**30 * (1 - reserve)
     ranked: list[Estimate] = []
     rejected: list[Rejected] = []
     considered = 0
-    for grid in grids(ranks):
+    for grid in factorisations(ranks):
         data, z, y, x = grid
         if x * y > tensor_ranks_at_most:
             continue
@@ -151,7 +142,7 @@ def search(
                 considered += 1
                 layout = Layout(data, z, y, x, micro_batches, weights=weights, activations="token-sharded")
                 axis, axis_ranks = undivided
-                reason = f"{axis}={axis_ranks} does not divide the {length} tokens of a sequence, so they cannot be cut"
+                reason = f"{axis}={axis_ranks} does not divide the {length} tokens of a sequence, so they cannot be sharded"
                 rejected.append(Rejected(layout, reason))
             ways = _ways(activations if x * y > 1 else ("replicated",), keep_inputs, undivided is None)
             for (kind, keeps_inputs), recompute, keep_bytes in product(ways, checkpointing, keeps):
@@ -173,7 +164,7 @@ def search(
 def _ways(
     activations: tuple[Activations, ...], keep_inputs: tuple[bool, ...], by_tokens: bool
 ) -> list[tuple[Activations, bool]]:
-    """(activations, are gathered inputs kept) of a grid; ``by_tokens``: can its sequences be cut? All families allow it."""
+    """(activations, are gathered inputs kept) to try on a grid; ``by_tokens``: can it shard its sequences?"""
     ways: list[tuple[Activations, bool]] = []
     if "replicated" in activations:
         ways.append(("replicated", True))
@@ -183,7 +174,7 @@ def _ways(
 
 
 def too_large(total_bytes: float, limit_bytes: float, reserve: float) -> str:
-    """Why a layout does not fit, with both numbers and the way out."""
+    """The reason that a layout does not fit, with both values and the way out."""
     return (
         f"needs {total_bytes / 2**30:.1f} GiB of {limit_bytes / 2**30:.1f} (a reserve of {reserve:.0%} is left); "
         "use more z, y or x, more micro-batches, or recompute activations"

@@ -1,4 +1,4 @@
-"""How long a step takes: its events one after the other, computation on one track, the collectives of each axis on another.
+"""Simulate a step: its events one after another, computation on one track, the collectives of each axis on another.
 
 A collective begins when it was started and those of its axis before it are over; a wait holds up computation until it is
 done. Axes whose collectives use the same link share it: of n that are under way each goes on at 1/n of its rate alone.
@@ -47,10 +47,6 @@ def own_link(start: Start) -> Hashable:
     return start.axis
 
 
-def at_no_cost(start: Start) -> float:
-    return 0.0
-
-
 def undisturbed(start: Start) -> tuple[float, float]:
     return 1.0, 1.0
 
@@ -60,15 +56,14 @@ def simulate(
     operation_s: Callable[[Operation], float],
     collective_s: Callable[[Start], float],
     *,
-    start_s: Callable[[Start], float] = at_no_cost,
     link_of: Callable[[Start], Hashable] = own_link,
     slow_down: Callable[[Start], tuple[float, float]] = undisturbed,
     in_flight: int = 1,
     keep_spans: bool = False,
 ) -> Simulated:
-    """Play the events of a step through.
+    """Simulate the events of a step.
 
-    ``start_s``: what the one who computes needs to start a collective. ``link_of`` names the link that it uses, such as
+    ``link_of`` names the link that it uses, such as
     the one inside a node or the one between nodes. ``slow_down``: how much longer computation takes while this collective
     is in flight, and how much longer the collective while there is computation. ``in_flight``: of one axis at a time.
     """
@@ -88,8 +83,6 @@ def simulate(
             continue
         words = (event.axis, event.kind, event.purpose, event.module)
         if isinstance(event, Start):
-            track.compute(start_s(event))
-            by_phase[event.phase] += track.now_s - begin_s
             flight = _Flight(event, collective_s(event), link_of(event), *slow_down(event))
             link_s[event.axis] += flight.left_s
             under_way[words].append(flight)

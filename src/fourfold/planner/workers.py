@@ -1,6 +1,6 @@
-"""Dry runs beside each other, each in a process of its own: a process has one fake world at a time, and none if it is a rank.
+"""Dry runs in parallel, each in its own process: a process has one fake world at a time, and none if it is a rank.
 
-`multiprocessing` would run the user's script again in every process; these run this module alone.
+`multiprocessing` would run the user's script again in every process; these run only this module.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.dry_run_estimate import DryRunEstimate, estimate_in_process
 from fourfold.planner.inputs.layout import Layout
 
@@ -29,11 +30,12 @@ def estimate_by_dry_run(
     target: str,
     precision: str = "bf16",
     roles: Mapping[str, str] | None = None,
+    optimizer: Optimizer = "adamw",
 ) -> DryRunEstimate:
-    """The dry run of a layout; in a process of its own if this one is a rank already."""
+    """The dry run of a layout; in another process if this one is already a rank."""
     import torch.distributed as dist
 
-    given = (source, layout, sequences, length, target, precision, roles)
+    given = (source, layout, sequences, length, target, precision, roles, optimizer)
     if not (dist.is_available() and dist.is_initialized()):
         return estimate_in_process(*given)
     with Worker() as worker:
@@ -44,7 +46,7 @@ def estimate_by_dry_run(
 
 
 def estimate_all(given: Sequence[tuple[Any, ...]]) -> Iterator[DryRunEstimate | ValueError]:
-    """The dry run of each, in order, or the error that it raised."""
+    """Each dry run in order, or the error that it raised."""
     count = max(1, min(len(given), len(os.sched_getaffinity(0)), _AT_MOST))
     own = threading.local()
     with ExitStack() as started, ThreadPoolExecutor(count) as threads:
@@ -59,7 +61,7 @@ def estimate_all(given: Sequence[tuple[Any, ...]]) -> Iterator[DryRunEstimate | 
 
 
 class Worker:
-    """A process that does one dry run after the other."""
+    """A process that runs one dry run after another."""
 
     def __enter__(self) -> Worker:
         self._process = subprocess.Popen(
@@ -94,7 +96,7 @@ class Worker:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever libraries print must not get between
+    os.dup2(2, 1)  # what libraries print must not mix with the answers
     while True:
         try:
             given = pickle.load(sys.stdin.buffer)
@@ -102,8 +104,8 @@ def main() -> None:
             return
         try:
             result: Any = estimate_in_process(*given)
-        except ValueError as refusal:
-            result = str(refusal)
+        except ValueError as error:
+            result = str(error)
         pickle.dump(result, answers)
         answers.flush()
 

@@ -60,6 +60,7 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
         and before.sequences == run.sequences
         and before.data.sequence_length == run.data.sequence_length
         and before.engine.precision == run.engine.precision
+        and before.optimizer.name == run.optimizer.name
         and run.engine.weights in ("auto", before.engine.weights)
         and (not is_sharded or run.engine.activations in ("auto", before.engine.activations))
         and run.batch.micro_batch_sequences in (None, before.batch.micro_batch_sequences)
@@ -107,6 +108,7 @@ def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool 
         simulate=simulate,
         weights=engine.weights if engine.weights != "auto" else None,
         precision=engine.precision,
+        optimizer=run.optimizer.name,
         checkpointing=(engine.activation_checkpointing,)
         if _sets(run, "activation_checkpointing")
         else ("none", "full"),

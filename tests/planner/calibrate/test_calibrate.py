@@ -11,15 +11,12 @@ import torch.distributed as dist
 from benchmarks.cluster import Cluster as Network
 from benchmarks.cluster import why_not
 from fourfold.cli.main import main
-from fourfold.dry_run.events import Operation
 from fourfold.planner.calibrate.calibrate import Sizes, calibrate
-from fourfold.planner.calibrate.fit import collective_deviations, fit_links, fit_phases
+from fourfold.planner.calibrate.fit import collective_deviations, fit_links
 from fourfold.planner.calibrate.probe import KINDS, positions, slow_downs
-from fourfold.planner.calibrate.reference import Case, Listed
 from fourfold.planner.cost.collective import collective_s
-from fourfold.planner.cost.compute import operation_s
 from fourfold.planner.inputs.cluster import LIBRARIES, Links, load, preset
-from fourfold.planner.inputs.measured import CollectiveTimes, MatmulTime, Measured, PhaseCost
+from fourfold.planner.inputs.measured import CollectiveTimes, Measured
 from fourfold.planner.show.calibration import as_file
 
 needs_network = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -91,39 +88,13 @@ def test_a_measurement_off_the_formulas_is_told():
     assert sum(abs(d.error) > 0.5 for d in told) == len(SIZES)
 
 
-def test_costs_of_phases_are_found_again():
-    true = (PhaseCost("forward", 30.0, 200.0, 4.0), PhaseCost("backward", 10.0, 100.0, 8.0))
-    measured = Measured(matmuls=(MatmulTime(64, 64, 64, 1e-4),), phases=true)
-    cluster = dataclasses.replace(preset("dgx-h100"), measured=measured)
-
-    def operations(phase, count, moved):
-        of_memory = Operation(phase, "layer", "aten.mul.Tensor", "memory", 0.0, moved, (1,))
-        matmul = Operation(phase, "layer", "aten.mm.default", "matmul", 2.0 * 64**3, 0.0, (1, 64, 64, 64))
-        return (*[of_memory] * count, matmul)
-
-    cases = []
-    for count, starts, moved in ((10, 0, 1e5), (10, 5, 1e7), (50, 20, 1e5), (80, 3, 1e6)):
-        listed = {c.phase: Listed(operations(c.phase, count, moved), starts) for c in true}
-        seconds = {
-            c.phase: sum(operation_s(o, cluster) for o in listed[c.phase].operations)
-            + starts * c.start_us * 1e-6
-            for c in true
-        }
-        cases.append((Case((1, 1, 1, 1), 1, 16), listed, seconds))
-    without = dataclasses.replace(cluster, measured=dataclasses.replace(measured, phases=()))
-    phases, deviations = fit_phases(cases, without)
-    for found, expected in zip(phases, true, strict=True):
-        assert dataclasses.astuple(found)[1:] == pytest.approx(dataclasses.astuple(expected)[1:], rel=1e-3)
-    assert all(abs(d.error) < 1e-3 for d in deviations)
-
-
 def test_slow_downs_of_what_outlasts_the_other():
     assert slow_downs(2.0, 1.0, 2.5, 1.5) == pytest.approx((1.5, 1.5))
     assert slow_downs(1.0, 1.0, 1.0, 1.0) == (1.0, 1.0)  # undisturbed
     assert slow_downs(1.0, 1.0, 2.0, 2.0) == (2.0, 2.0)  # as if one after the other
 
 
-SMALL = Sizes((2**10, 2**16, 2**20), (2**10, 2**16), (32, 128), 2**16, ())
+SMALL = Sizes((2**10, 2**16, 2**20), 2**16, (32, 128), 2**16)
 
 
 def calibrate_rank(sizes):
@@ -134,9 +105,7 @@ def calibrate_rank(sizes):
 
 @pytest.mark.nightly
 def test_a_calibrated_world_is_a_cluster_that_loads(pool, tmp_path):
-    cases = (Case((1, 1, 1, 1), 2, 16, 64, 1, 128), Case((1, 1, 1, 2), 2, 16, 64, 1, 128))
-    sizes = dataclasses.replace(SMALL, cases=cases)
-    text, other = pool.run(calibrate_rank, 2, sizes)
+    text, other = pool.run(calibrate_rank, 2, SMALL)
     assert other is None
     path = tmp_path / "mine.toml"
     path.write_text(text)
@@ -149,11 +118,7 @@ def test_a_calibrated_world_is_a_cluster_that_loads(pool, tmp_path):
         reckoned = collective_s(times.kind, times.payload_bytes[1], 2, 1, cluster)
         assert reckoned == pytest.approx(times.seconds[1])
     assert len(cluster.measured.matmuls) == 8
-    assert {p.phase for p in cluster.measured.phases} == {"forward", "backward", "clip", "optimizer"}
-    forward = cluster.measured.phase("forward")
-    assert forward is not None
-    assert forward.operator_us + forward.start_us > 0
-    assert cluster.measured.crowding >= 1
+    assert [(t.ranks, t.inner_ranks) for t in cluster.measured.together] == [(2, 1)]
 
 
 @pytest.mark.nightly
@@ -166,7 +131,7 @@ def test_a_link_of_half_the_rate_is_found_to_be_one(tmp_path: Path):
             from pathlib import Path
             from fourfold.planner.calibrate.calibrate import Sizes, calibrate
             from fourfold.planner.show.calibration import as_file
-            sizes = Sizes((2**10, 2**18, 2**20), (2**10, 2**16), (32,), 2**16, ())
+            sizes = Sizes((2**10, 2**18, 2**20), 2**16, (32,), 2**16)
             result = calibrate("net", budget_s=60, sizes=sizes, say=lambda what: None)
             if result is not None:
                 Path(sys.argv[1]).write_text(as_file(result))

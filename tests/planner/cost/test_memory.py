@@ -7,7 +7,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, Phi3Config, Qwen2Config, Starcoder2Config
 
 from fourfold import Overlap
-from fourfold.dry_run.run import dryrun
+from fourfold.dry_run.run import DryRun, dryrun
 from fourfold.planner.cost.memory import memory
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import from_config
@@ -72,25 +72,25 @@ POINTS += [
 
 
 @functools.cache
-def dry_bytes(model: str, layout: Layout) -> float:
-    done = dryrun(
+def dry_run(model: str, layout: Layout, optimizer: Any = "adamw", sequences: int = SEQUENCES) -> DryRun:
+    return dryrun(
         MODELS[model],
         layout.grid,
-        sequences=SEQUENCES * layout.micro_batches * layout.data * layout.z,
+        sequences=sequences * layout.micro_batches * layout.data * layout.z,
         length=LENGTH,
         micro_batches=layout.micro_batches,
         activations=layout.activations,
         activation_checkpointing=layout.activation_checkpointing,
         weights=layout.weights,
         overlap=Overlap(keep_inputs=layout.keep_inputs),
+        optimizer=optimizer,
     )
-    return done.peak.bytes
 
 
 @pytest.mark.parametrize(("model", "layout"), POINTS, ids=str)
 def test_the_closed_form_is_the_dry_run(model, layout):
-    closed = memory(from_config(MODELS[model].to_dict()), layout, SEQUENCES * LENGTH, length=LENGTH)
-    assert closed.total_bytes == pytest.approx(dry_bytes(model, layout), rel=BAR), closed
+    closed = memory(from_config(MODELS[model].to_dict()), layout, SEQUENCES * LENGTH)
+    assert closed.total_bytes == pytest.approx(dry_run(model, layout).peak.bytes, rel=BAR), closed
 
 
 def test_a_deep_model_is_no_further_off():
@@ -100,3 +100,30 @@ def test_a_deep_model_is_no_further_off():
     done = dryrun(config, layout.grid, sequences=32, length=LENGTH, **options)
     closed = memory(from_config(config.to_dict()), layout, SEQUENCES * LENGTH)
     assert closed.total_bytes == pytest.approx(done.peak.bytes, rel=BAR), closed
+
+
+# In the last two the full matrices of Muon's step are the peak.
+MUON_POINTS = [
+    ("llama", Layout(1, 4, 1, 1)),
+    ("llama", Layout(1, 2, 2, 2, 1, "full", weights="streamed")),
+    ("all heads", Layout(1, 1, 2, 4, 1, "full")),
+    ("gpt2, learned positions", Layout(1, 2, 2, 2, 1, "full")),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), MUON_POINTS, ids=str)
+def test_the_closed_form_of_muon_is_its_dry_run(model, layout):
+    sequences = 4 if layout in (MUON_POINTS[0][1], MUON_POINTS[1][1]) else 1
+    workload = from_config(MODELS[model].to_dict())
+    muon, adamw = (memory(workload, layout, sequences * LENGTH, optimizer=o) for o in ("muon", "adamw"))
+    done = dry_run(model, layout, "muon", sequences)
+    assert muon.total_bytes == pytest.approx(done.peak.bytes, rel=BAR), (muon, done.peak)
+    is_in_step = done.trace.events[done.peak.event].phase == "optimizer"
+    assert is_in_step == (muon.moment == "the optimizer's step") == (sequences == 1)
+    if is_in_step:
+        assert muon.optimizer_bytes == pytest.approx(done.peak.by_category["optimizer"], rel=BAR)
+        return
+    # One momentum instead of two moments of every matrix in a block.
+    assert muon.optimizer_bytes == pytest.approx(done.trace.before["optimizer"], rel=0.001)
+    matrices = workload.layers * sum(workload.block_matrices) / layout.ranks
+    assert adamw.optimizer_bytes - muon.optimizer_bytes == pytest.approx(4 * matrices)

@@ -86,7 +86,7 @@ def test_token_sharded_collectives_and_flops_are_those_of_the_dry_run(config, sh
     more_kv = 2 * workload.hidden * workload.kv_features * (x / min(x, workload.kv_heads) - 1)
     matrices = workload.layers * (sum(workload.block_matrices) + more_kv) + workload.table
     assert flops["matmul"] == pytest.approx(6 * tokens * matrices / parts)
-    heads_over = parts if workload.cuts_heads(parts) else x
+    heads_over = parts if workload.divides_heads(parts) else x
     # Flash attention computes the scores again in backward: seven products in place of six.
     assert flops["attention"] == 14 * workload.layers * tokens * length * workload.q_features / heads_over
 

@@ -103,7 +103,7 @@ def test_a_file_is_read(tmp_path):
         ({"num_local_experts": 8}, "8 experts"),
         ({"model_type": "mamba"}, "model_type 'mamba'"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=8 is no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
     ],
 )
 def test_what_cannot_be_planned_is_named(change, words):

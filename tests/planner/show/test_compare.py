@@ -20,7 +20,7 @@ CLUSTER = preset("dgx-h100")
 
 
 @pytest.fixture(scope="module")
-def rehearsal():
+def dry_run():
     return estimate_by_dry_run(CONFIG, LAYOUT, 32, 1024, "cuda")
 
 
@@ -30,8 +30,8 @@ def changed(section: str, **factors: float):
     return dataclasses.replace(CLUSTER, **{section: dataclasses.replace(part, **values)})
 
 
-def run_on(rehearsal, cluster) -> Run:
-    parts_s = parts_of(rehearsal, cluster)
+def run_on(dry_run, cluster) -> Run:
+    parts_s = parts_of(dry_run, cluster)
     return Run(CONFIG.to_dict(), LAYOUT, 32, 1024, "bf16", sum(parts_s.values()), parts_s)
 
 
@@ -39,9 +39,9 @@ def run_on(rehearsal, cluster) -> Run:
     ("section", "name", "factor"),
     [("links", "node_gbps", 0.5), ("device", "best_tflops", 0.6), ("device", "memory_tbps", 0.4)],
 )
-def test_a_planted_fault_is_named_with_its_value(rehearsal, section, name, factor):
-    run = run_on(rehearsal, changed(section, **{name: factor}))
-    seen = compare_estimate(run, rehearsal, CLUSTER)
+def test_a_planted_fault_is_named_with_its_value(dry_run, section, name, factor):
+    run = run_on(dry_run, changed(section, **{name: factor}))
+    seen = compare_estimate(run, dry_run, CLUSTER)
     first = seen.explanations[0]
     assert first.parameter == name
     assert first.needed == pytest.approx(factor * first.now, rel=0.02)
@@ -49,16 +49,16 @@ def test_a_planted_fault_is_named_with_its_value(rehearsal, section, name, facto
     assert f"{name} = " in str(seen)
 
 
-def test_a_run_as_predicted_has_nothing_to_explain(rehearsal):
-    seen = compare_estimate(run_on(rehearsal, CLUSTER), rehearsal, CLUSTER)
+def test_a_run_as_predicted_has_nothing_to_explain(dry_run):
+    seen = compare_estimate(run_on(dry_run, CLUSTER), dry_run, CLUSTER)
     assert seen.explanations == ()
     assert "describes this run" in str(seen)
 
 
-def test_what_no_number_explains_is_said_to_be_so(rehearsal):
-    run = run_on(rehearsal, CLUSTER)
+def test_what_no_number_explains_is_said_to_be_so(dry_run):
+    run = run_on(dry_run, CLUSTER)
     stuck = dataclasses.replace(run, parts_s={**run.parts_s, "exposed y": run.step_s}, step_s=2 * run.step_s)
-    seen = compare_estimate(stuck, rehearsal, CLUSTER)  # y has one rank: no link of it can be slow
+    seen = compare_estimate(stuck, dry_run, CLUSTER)  # y has one rank: no link of it can be slow
     assert seen.worst == "exposed y"
     assert seen.explanations == ()
     assert "No one number" in str(seen)

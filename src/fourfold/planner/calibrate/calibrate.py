@@ -1,36 +1,24 @@
-"""Measure the cluster that this runs on, in minutes, and write it down as a file that `fourfold plan` reads.
+"""Measure the cluster that this runs on, in minutes, and write a cluster file that `fourfold plan` reads.
 
-First each rank runs steps of a small reference model, in a world of its own (`reference.py`, on CPU). Then all join:
-collectives by size on every position of an axis, matmuls by shape, both at once (`probe.py`). Rank 0 fits the model's
-parameters (`fit.py`).
-On CUDA no reference step is run: there kernels are launched ahead, and their times do not add up with Python's.
+All ranks join one world and measure together: collectives by size on every position of an axis, matmuls by shape, and
+both at once (`probe.py`). Rank 0 fits the parameters of the cost model (`fit.py`).
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from fourfold.mesh.collectives import Pending
-from fourfold.planner.calibrate.fit import (
-    Deviation,
-    Parameter,
-    collective_deviations,
-    fit_links,
-    fit_phases,
-)
+from fourfold.mesh.rendezvous import join_world, local_device
+from fourfold.planner.calibrate.fit import Deviation, Parameter, collective_deviations, fit_links
 from fourfold.planner.calibrate.probe import KINDS, Budget, Probe, Timing, positions
-from fourfold.planner.calibrate.reference import CASES, Case, list_phases, time_phases
 from fourfold.planner.inputs.cluster import LIBRARIES, Cluster, Device, Slowdown
 from fourfold.planner.inputs.measured import CollectiveTimes, MatmulTime, Measured, Together, spread
 
@@ -39,24 +27,23 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. The defaults of a device are `sizes_for`."""
+    """What is measured. `sizes_for` has the defaults of each kind of device."""
 
     payload_bytes: tuple[int, ...]
-    together_bytes: tuple[int, int]  # few and many
+    together_bytes: int
     matmul_sides: tuple[int, ...]
     elementwise_numel: int
-    cases: tuple[Case, ...]
 
 
 def sizes_for(device_type: str) -> Sizes:
     if device_type == "cuda":
-        return Sizes((2**12, 2**18, 2**22, 2**25, 2**28), (2**14, 2**26), (256, 1024, 4096, 8192), 2**27, ())
-    return Sizes((2**10, 2**14, 2**17, 2**20, 2**22), (2**12, 2**20), (64, 256, 1024), 2**20, CASES)
+        return Sizes((2**12, 2**18, 2**22, 2**25, 2**28), 2**26, (256, 1024, 4096, 8192), 2**27)
+    return Sizes((2**10, 2**14, 2**17, 2**20, 2**22), 2**20, (64, 256, 1024), 2**20)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cluster in numbers, how sure they are, and how far the formulas are from what was measured."""
+    """A measured cluster, the spread of its parameters, and the deviation of the formulas from each measurement."""
 
     cluster: Cluster
     parameters: list[Parameter]
@@ -69,67 +56,35 @@ def calibrate(
 ) -> Calibration | None:
     """Measure on all ranks (call it on each, under torchrun); rank 0 gets the result, the others None."""
     begin_s = time.monotonic()
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    sizes = sizes or sizes_for(device.type)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world < 2:
         raise ValueError(
             f"a cluster of {world} rank has no links to measure; start with torchrun on at least 2 ranks"
         )
+    device = local_device(None)
+    sizes = sizes or sizes_for(device.type)
 
     def tell(what: str) -> None:
         if rank == 0:
             (say or _say)(f"[{time.monotonic() - begin_s:4.0f} s] {what}")
 
-    meeting = _Meeting(rank, world)
-    own_times = []
-    own_lists = {}
-    for i, case in enumerate(sizes.cases):
-        tell(f"reference step {i + 1} of {len(sizes.cases)}: grid {case.shape}, {case.length} tokens")
-        own_times.append(time_phases(case, meeting))
-    for i in range(rank, len(sizes.cases), world):
-        own_lists[i] = list_phases(sizes.cases[i])
-    meeting()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=meeting.store("world"), rank=rank, world_size=world, timeout=timedelta(seconds=600)
-    )
+    join_world()
     try:
-        of_ranks: list[Any] = [None] * world
-        dist.all_gather_object(of_ranks, (own_times, own_lists))
-        probe = Probe(device)
         budget = Budget.of(budget_s - (time.monotonic() - begin_s))
-        measured, timings, parameters = _measure(probe, sizes, budget, world, tell)
+        measured, timings, parameters = _measure(Probe(device), sizes, budget, world, tell)
     finally:
         dist.barrier()
         dist.destroy_process_group()
     if rank != 0:
         return None
     cluster, fitted = _fit(name, device, measured, timings)
-    deviations = collective_deviations(cluster)
-    if sizes.cases:
-        cases = []
-        for i, case in enumerate(sizes.cases):
-            seconds = {
-                phase: measured.crowding * statistics.mean(times[i][phase] for times, _ in of_ranks)
-                for phase in own_times[i]
-            }
-            cases.append((case, of_ranks[i % world][1][i], seconds))
-        phases, off = fit_phases(cases, cluster)
-        cluster = replace(cluster, measured=replace(cluster.measured, phases=phases))
-        deviations += off
-    return Calibration(cluster, fitted + parameters, deviations, time.monotonic() - begin_s)
+    seconds = time.monotonic() - begin_s
+    return Calibration(cluster, fitted + parameters, collective_deviations(cluster), seconds)
 
 
 @dataclass(frozen=True)
 class _Timings:
-    """Those that end up in no list of `Measured`."""
+    """Timings that are not part of `Measured`."""
 
     elementwise: Timing
     moved_bytes: float
@@ -140,16 +95,16 @@ def _measure(
     probe: Probe, sizes: Sizes, budget: Budget, world: int, tell: Say
 ) -> tuple[Measured, _Timings, list[Parameter]]:
     tell("operators")
-    elementwise = probe.operator(probe.elementwise(sizes.elementwise_numel))
-    launch = probe.operator(probe.elementwise(1))
+    elementwise = probe.repeated(probe.elementwise(sizes.elementwise_numel))
+    launch = probe.repeated(probe.elementwise(1))
     matmuls = []
     sides = sizes.matmul_sides
     for m, n, k in ((m, n, k) for m in sides for n in sides for k in sides):
-        timing = probe.operator(probe.matmul(m, n, k))
+        timing = probe.repeated(probe.matmul(m, n, k))
         matmuls.append(MatmulTime(m, n, k, timing.median_s / 3, timing.spread_s / 3))
     # A head of 64 and a length that a step has; the rate hardly depends on them.
     forward, both = probe.attention(2, 8, 2 * max(64, sides[-1] // 8), 64)
-    forward_s, both_s = probe.operator(forward).median_s, probe.operator(both).median_s
+    forward_s, both_s = probe.repeated(forward).median_s, probe.repeated(both).median_s
     flops = 4.0 * 2 * 8 * (2 * max(64, sides[-1] // 8)) ** 2 * 64
 
     together: list[Together] = []
@@ -175,15 +130,14 @@ def _measure(
         if together and budget.is_spent():
             break
         tell(f"both at once: {ranks} ranks, {inner} apart")
-        few, many = (probe.together(size, ranks, inner) for size in sizes.together_bytes)
-        together.append(Together(ranks, inner, *many, latency=few[1]))
+        together.append(Together(ranks, inner, *probe.together(sizes.together_bytes, ranks, inner)))
     collectives = tuple(
         CollectiveTimes(
             kind,
             ranks,
             inner,
             tuple(float(size) for size, _ in points),
-            # Fewer bytes never take longer: where they seem to, the machine was busy with something else.
+            # Fewer bytes never take longer; where they do, something else disturbed the measurement.
             tuple(min(timing.median_s for _, timing in points[i:]) for i in range(len(points))),
             tuple(timing.spread_s for _, timing in points),
         )
@@ -195,19 +149,16 @@ def _measure(
         matmuls=tuple(matmuls),
         attention_forward_tflops=flops / forward_s / 1e12,
         attention_backward_tflops=2.5 * flops / max(both_s - forward_s, 0.1 * both_s) / 1e12,
-        crowding=probe.crowding,
     )
-    slow = ("compute", "communication", "latency")
     parameters = [
         Parameter(
             f"slowdown.{way}",
             float(torch.tensor([getattr(t, way) for t in together]).median()),
             spread([getattr(t, way) for t in together]),
-            "times as long beside the other",
+            "times as long while the other runs",
         )
-        for way in slow
+        for way in ("compute", "communication")
     ]
-    parameters.append(Parameter("crowding", probe.crowding, 0.0, "ranks to a core"))
     timings = _Timings(elementwise, 3.0 * sizes.elementwise_numel * probe.dtype.itemsize, launch)
     return measured, timings, parameters
 
@@ -267,26 +218,6 @@ def _describe(device: torch.device, local: int) -> tuple[str, float, int]:
 
 def _waited_for(start: Callable[[], Pending]) -> Callable[[], None]:
     return lambda: start().wait()
-
-
-class _Meeting:
-    """Where ranks meet without a process group: at the store of torchrun, or at one that rank 0 opens."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self._world, self._turn = world, 0
-        is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = TCPStore(address, port, is_master=is_master, timeout=timedelta(seconds=600))
-        self._meetings = self.store("meetings")
-
-    def store(self, prefix: str) -> Store:
-        return PrefixStore(f"fourfold calibrate {prefix}", self._store)
-
-    def __call__(self) -> None:
-        self._turn += 1
-        if self._meetings.add(f"came {self._turn}", 1) == self._world:
-            self._meetings.set(f"go {self._turn}", "")
-        self._meetings.wait([f"go {self._turn}"])
 
 
 def _say(what: str) -> None:

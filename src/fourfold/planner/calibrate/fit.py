@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from fourfold.planner.calibrate.reference import Case, Listed
 from fourfold.planner.cost.collective import collective_s, place
-from fourfold.planner.cost.compute import operation_s
 from fourfold.planner.inputs.cluster import Cluster, Library, Links
-from fourfold.planner.inputs.measured import CollectiveTimes, Measured, PhaseCost, spread
+from fourfold.planner.inputs.measured import CollectiveTimes, Measured, spread
 
 
 class Parameter(NamedTuple):
-    """A fitted number and the range between the quartiles of what it was fitted to."""
+    """A fitted value and the interquartile range of what it was fitted to."""
 
     name: str
     value: float
@@ -45,7 +43,7 @@ def fit_links(
     """Bandwidths from the largest sizes, latencies from the smallest ones.
 
     A link has the rate that the best kind of collective reaches at a position; reduce-scatters that reach less have a
-    factor. A link that no collective used (one node alone, one device a node) takes the other's figure.
+    factor. A link that no collective used (a single node, one device per node) gets the other's value.
     """
     reached: dict[tuple[int, int], dict[str, float]] = {}
     rows, latencies_s = [], []
@@ -53,8 +51,8 @@ def fit_links(
         at = place(times.ranks, times.inner_ranks, devices_per_node)
         passes = 2 if times.kind == "all_reduce" else 1
         if len(times.seconds) > 1:
-            # The steepest way to the largest one. A smaller payload that was disturbed makes its own way flatter, which would
-            # be a faster link; one that was not is enough.
+            # The steepest slope to the largest size. A disturbed smaller payload makes its own slope flatter, that is, the link
+            # faster; one undisturbed payload is enough.
             *smaller, (most, most_s) = zip(times.payload_bytes, times.seconds, strict=True)
             slope = max((most_s - seconds) / (most - size) for size, seconds in smaller)
             if slope > 0:
@@ -80,7 +78,7 @@ def fit_links(
     base, hop, net_hop = least_squares(rows, latencies_s)
     device_gbps, node_gbps = statistics.median(inside), statistics.median(between)
     links = Links(devices_per_node, device_gbps, node_gbps)
-    # What was reached is what there is: the shares of a data sheet's figures are 1.
+    # These are measured rates, so the shares of a data sheet's rates are 1.
     fitted = replace(
         library,
         base_us=base * 1e6,
@@ -105,45 +103,6 @@ def fit_links(
             Parameter("net_hop_us", net_hop * 1e6, 0.0, "us, each hop between nodes"),
         ],
     )
-
-
-def fit_phases(
-    cases: Sequence[tuple[Case, Mapping[str, Listed], Mapping[str, float]]], cluster: Cluster
-) -> tuple[tuple[PhaseCost, ...], list[Deviation]]:
-    """What operators, collectives' starts and bytes cost in each phase, so that the reference steps take what they took."""
-    without = replace(cluster, measured=replace(cluster.measured, phases=_NOTHING))
-    costs = []
-    for phase in cases[0][1]:
-        rows, rest_s = [], []
-        for _, listed, seconds in cases:
-            operations = listed[phase].operations
-            known_s = sum(operation_s(o, without) for o in operations if o.work != "memory")
-            moved = sum(o.bytes_moved for o in operations if o.work == "memory" and "empty" not in o.name)
-            # Relative to what was measured, so that a short phase counts as much as a long one.
-            scale = 1 / seconds[phase]
-            rows.append([len(operations) * scale, listed[phase].starts * scale, moved / 1e9 * scale])
-            rest_s.append(max(0.0, seconds[phase] - known_s) * scale)
-        operator_s, start_s, gigabyte_s = least_squares(rows, rest_s)
-        costs.append(
-            PhaseCost(phase, operator_s * 1e6, start_s * 1e6, 1 / gigabyte_s if gigabyte_s > 0 else _ENDLESS)
-        )
-    phases = tuple(costs)
-    fitted = replace(cluster, measured=replace(cluster.measured, phases=phases))
-    deviations = []
-    for case, listed, seconds in cases:
-        formula_s = sum(
-            sum(operation_s(o, fitted) for o in part.operations) + part.starts * cost.start_us * 1e-6
-            for cost, part in zip(phases, listed.values(), strict=True)
-        )
-        name = f"reference step, grid {case.shape}, {case.sequences} x {case.length} tokens, hidden {case.hidden}"
-        deviations.append(Deviation(name, sum(seconds.values()), formula_s))
-    return phases, deviations
-
-
-_ENDLESS = 1e6  # GB/s, where bytes explain nothing
-_NOTHING = tuple(
-    PhaseCost(phase, 0.0, 0.0, _ENDLESS) for phase in ("forward", "backward", "clip", "optimizer")
-)
 
 
 def collective_deviations(cluster: Cluster) -> list[Deviation]:

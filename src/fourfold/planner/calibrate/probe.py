@@ -1,14 +1,11 @@
 """What calibration measures on the ranks: collectives, operators, and both at the same time.
 
-Every rank runs this, all at once, as in a training step: what ranks share (a node's link, a CPU's cores) is in the
-figures. Collectives are those of the engine, through its own account; their time is that of the slowest rank. Operators
-on CPU are timed by what the kernel says that a core worked for them, times the ranks to a core (`crowding`): by the clock
-they would vary with who has his turn when.
+Every rank runs this at the same time, as in a training step, so the results include what ranks share, such as a node's
+link. Collectives are those of the engine. A time is that of the slowest rank.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
@@ -22,16 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fourfold.mesh.axes import divisors
 from fourfold.mesh.clock import clock_of
 from fourfold.mesh.collectives import Collectives, Kind, Pending
 from fourfold.planner.inputs.measured import spread
-from fourfold.planner.search import divisors
 
 KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _LEAST, _MOST = 3, 15  # repetitions
-# Short calls are repeated within a repetition until it is at least so long: many time slices, where ranks share cores.
+# Short calls are repeated within a repetition until it takes at least this long.
 _CALLS_S = 0.1
-_ON_CORE, _ON_CORE_S = 5, 0.02  # the same by the time on a core, which needs less of it
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Budget:
-    """Until when there may be new measurements: until the first rank's time is up."""
+    """The deadline for new measurements: that of the first rank to reach it."""
 
     until_s: float
 
@@ -76,7 +72,7 @@ def positions(world: int) -> list[tuple[int, int]]:
 
 
 class Probe:
-    """The measurements of one world that is joined already."""
+    """The measurements of a world that was joined already."""
 
     def __init__(self, device: torch.device, *, repetition_s: float = 0.6) -> None:
         self.device = device
@@ -88,14 +84,14 @@ class Probe:
     # -- time -------------------------------------------------------------------------------------------------------
 
     def timed(self, work: Callable[[], Any]) -> float:
-        """Seconds until the slowest rank has done it."""
+        """Seconds until the slowest rank is done."""
         dist.barrier()
         start = self._clock.mark()
         work()
         return _agreed(self._clock.elapsed_s(start, self._clock.mark()), dist.ReduceOp.MAX)
 
     def repeated(self, work: Callable[[], Any]) -> Timing:
-        """One call of ``work``, timed as often as there is time for; the first call warms up."""
+        """One call of ``work``, timed as often as time allows; the first call warms up."""
         self.timed(work)
         once_s = max(self.timed(work), 1e-6)
         calls = max(1, min(2000, round(_CALLS_S / once_s)))
@@ -107,47 +103,12 @@ class Probe:
 
         return Timing(tuple(self.timed(several) / calls for _ in range(times)))
 
-    def operator(self, work: Callable[[], Any]) -> Timing:
-        """One call of ``work`` with all ranks at it."""
-        if self.device.type == "cuda":
-            return self.repeated(work)
-        work()
-        calls = max(1, min(2000, round(_ON_CORE_S / max(self._on_core_s(work, 1), 1e-6))))
-        return Timing(tuple(self._on_core_s(work, calls) * self.crowding for _ in range(_ON_CORE)))
-
-    @functools.cached_property
-    def crowding(self) -> float:
-        """Ranks to a core: how much longer by the clock than on a core all ranks need when all have work."""
-        if self.device.type == "cuda":
-            return 1.0
-        multiply = self.matmul(128, 128, 128)
-        on_core_s = by_clock_s = 0.0
-        dist.barrier()
-        until_s = time.perf_counter() + 2 * _CROWDING_S
-        while by_clock_s < _CROWDING_S and time.perf_counter() < until_s:
-            start_s, busy_s = time.perf_counter(), time.process_time()
-            for _ in range(100):
-                multiply()
-            by_clock_s += time.perf_counter() - start_s
-            on_core_s += time.process_time() - busy_s
-        mean = _agreed(by_clock_s / on_core_s, dist.ReduceOp.SUM) / dist.get_world_size()
-        return max(1.0, mean)
-
-    def _on_core_s(self, work: Callable[[], Any], calls: int) -> float:
-        """Seconds of a core for one call, the mean over ranks."""
-        dist.barrier()
-        start_s = time.process_time()
-        for _ in range(calls):
-            work()
-        taken_s = (time.process_time() - start_s) / calls
-        return _agreed(taken_s, dist.ReduceOp.SUM) / dist.get_world_size()
-
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def collective(
         self, kind: Kind, payload_bytes: int, ranks: int, inner_ranks: int
     ) -> Callable[[], Pending]:
-        """What starts one, on tensors of its own, over the group that this rank has at a position of an axis."""
+        """A function that starts a collective on its own tensors, over this rank's group at a position of an axis."""
         group = self._group(ranks, inner_ranks)
         numel = max(1, payload_bytes // (ranks * self.dtype.itemsize)) * ranks
         whole, part = self._zeros(numel), self._zeros(numel // ranks)
@@ -158,7 +119,7 @@ class Probe:
         return lambda: group.reduce_scatter(part, whole, "z", "check")
 
     def _group(self, ranks: int, inner_ranks: int) -> Collectives:
-        """All groups of a position are made at once; this rank's, as the z axis of a mesh of one axis."""
+        """This rank's group of a position, as the z axis of a mesh of one axis; all groups are created at once."""
         key = (ranks, inner_ranks)
         if key not in self._groups:
             members = [
@@ -175,7 +136,7 @@ class Probe:
     # -- operators ----------------------------------------------------------------------------------------------------
 
     def matmul(self, m: int, n: int, k: int) -> Callable[[], None]:
-        """The three products that training makes of one linear, each of these sizes: forward and both gradients."""
+        """The three matmuls of one linear in training, forward and both gradients, each of this size."""
         left, right = self._noise(m, k), self._noise(k, n)
         right_t, left_t = self._noise(n, k), self._noise(k, m)
 
@@ -209,10 +170,10 @@ class Probe:
     # -- both at once -------------------------------------------------------------------------------------------------
 
     def together(self, payload_bytes: int, ranks: int, inner_ranks: int) -> tuple[float, float]:
-        """How much longer (computation, communication) takes while there is the other: `slow_downs` of three times."""
+        """Slowdown of (computation, communication) while both run: `slow_downs` of three times."""
         start = self.collective("all_reduce", payload_bytes, ranks, inner_ranks)
         multiply = self.matmul(64, 64, 64)  # short, so that the end of a collective is seen soon
-        one_s, once_s = self.repeated(lambda: start().wait()).median_s, self.operator(multiply).median_s
+        one_s, once_s = self.repeated(lambda: start().wait()).median_s, self.repeated(multiply).median_s
         flights = max(4, math.ceil(_TOGETHER_S / one_s))
         products = max(1, round(flights * one_s / once_s))
 
@@ -253,15 +214,14 @@ class Probe:
 
 
 _TOGETHER_S = 0.3
-_CROWDING_S = 1.0
 
 
 def slow_downs(
     compute_s: float, communicate_s: float, computed_s: float, landed_s: float
 ) -> tuple[float, float]:
-    """From the times alone, and when each was done when both began at once: how much longer each took beside the other.
+    """From the times alone, and when each was done when both began at once: how much longer each took while the other ran.
 
-    What outlasts the other is alone for its rest.
+    The longer one runs alone for its rest.
 
     Example:
         >>> slow_downs(1.0, 2.0, 1.5, 2.5)  # 1.5 s together did 1 s of each; another second of communication alone
@@ -275,7 +235,7 @@ def slow_downs(
 
 
 def _agreed(value: float, op: Any) -> float:
-    """One number for all ranks."""
+    """One value for all ranks."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op)

@@ -1,14 +1,22 @@
-"""One transformer block on the grid, forward and backward: what it computes, what it sends on x and y, what shows.
+"""Time of one transformer block on the grid, forward and backward: computation, link time and exposed time on x and y.
 
-The order is that of `parallel/linear.py`. Each group of linears with one input makes one all-reduce of its output over
-the axis that cuts its input, and one of its input's gradient over the axis that cuts its output. Heads and inner features
-live on x: the core of attention and the activation function are done by every rank of y again.
+Each group of linears that read one input runs in this order, as in `parallel/linear.py`; backward is the mirror:
+
+    gather      the input, over the axis that shards its tokens or features
+    multiply
+    reduce      the outputs, over the axis that shards the input's features: a reduce-scatter, or an all-reduce where the
+                output stays whole
+
+With replicated activations everything is whole over the second axis: nothing is gathered, every reduction is an
+all-reduce, and norms, activation functions and the core of attention are repeated. With token-sharded activations they run
+once, on 1/(x*y) of the tokens, or of the heads if those divide.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fourfold.planner.cost.collective import Kind
 from fourfold.planner.cost.compute import Kernels, attention_core_s, matmul_s, memory_s
@@ -18,10 +26,11 @@ from fourfold.planner.inputs.layout import Schedule
 from fourfold.planner.inputs.workload import Workload
 
 Send = Callable[[Kind, str, float], float]  # (kind, axis, payload bytes) -> seconds
+Sharding = Literal["tokens", "features", "whole"]  # over the second axis of an activation
 
 
 class Given(NamedTuple):
-    """What every part of a step is timed for."""
+    """The inputs of every timing of a step."""
 
     tokens: float
     y: int
@@ -31,14 +40,12 @@ class Given(NamedTuple):
     schedule: Schedule
     slowdown: Slowdown
     send: Send
+    by_tokens: bool = False  # token-sharded activations
     keep_inputs: bool = True  # or gather them again in backward, where activations are token-sharded
-
-    def all_reduce(self, axis: str, payload_bytes: float) -> float:
-        return self.send("all_reduce", axis, payload_bytes)
 
 
 class Pass(NamedTuple):
-    """One way through a block, or through the head."""
+    """One pass through a block, or through the head."""
 
     matmul_s: float
     attention_s: float
@@ -54,19 +61,26 @@ class Pass(NamedTuple):
 
 
 class Linears(NamedTuple):
-    """A group of linears that read one input."""
+    """A group of linears that read one input; sizes are those of the matmul, that is, of the gathered input."""
 
     inputs: float
     outputs: tuple[float, ...]
     in_axis: str
     out_axis: str
+    input_sharding: Sharding
+    output_shardings: tuple[Sharding, ...]
 
 
-Linked = tuple[float, dict[str, float], dict[str, float]]  # (matmul, link by axis, exposed by axis) seconds
+class LinearTimes(NamedTuple):
+    """Seconds of several groups of linears in one direction; link and exposed time by axis."""
+
+    matmul_s: float
+    link_s: dict[str, float]
+    exposed_s: dict[str, float]
 
 
 def together_s(compute_s: float, communication_s: float, slowdown: Slowdown) -> float:
-    """Both at once, each the slower for it, until the shorter is done (Galvatron's two coefficients)."""
+    """Time of both at once, each slowed down by the other until the shorter ends (Galvatron's two coefficients)."""
     slow_compute_s = slowdown.compute * compute_s
     slow_communication_s = slowdown.communication * communication_s
     if slow_communication_s > slow_compute_s:
@@ -74,89 +88,182 @@ def together_s(compute_s: float, communication_s: float, slowdown: Slowdown) -> 
     return slow_communication_s + compute_s - slow_communication_s / slowdown.compute
 
 
-def groups_of(workload: Workload, y: int, x: int) -> list[Linears]:
+def groups_of(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[Linears]:
     w = workload
     q, kv, hidden, inner = w.q_features / x, w.kv_features / min(x, w.kv_heads), w.hidden / y, w.ffn / x
+    of_q, of_kv = head_shardings(w, y, x, by_tokens=by_tokens)
+    between: Sharding = "tokens" if by_tokens else "whole"
+    up = 2 if w.gated else 1
     return [
-        Linears(hidden, (q, kv, kv), "y", "x"),
-        Linears(q, (hidden,), "x", "y"),
-        Linears(hidden, (inner, inner) if w.gated else (inner,), "y", "x"),
-        Linears(inner, (hidden,), "x", "y"),
+        Linears(hidden, (q, kv, kv), "y", "x", between, (of_q, of_kv, of_kv)),
+        Linears(q, (hidden,), "x", "y", of_q, (between,)),
+        Linears(hidden, (inner,) * up, "y", "x", between, (between,) * up),
+        Linears(inner, (hidden,), "x", "y", between, (between,)),
     ]
 
 
-def _forward(groups: list[Linears], given: Given) -> Linked:
-    g, schedule = given, given.schedule
-    matmul, link, exposed = 0.0, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0}
-    for group in groups:
-        own = sum(
-            matmul_s(1, g.tokens, n, group.inputs, g.device, g.kernels.matmul_share) for n in group.outputs
-        )
-        matmul += own
-        payload_bytes = schedule.weight_bytes * g.tokens * sum(group.outputs)
-        whole_s = g.all_reduce(group.in_axis, payload_bytes)
-        if whole_s == 0.0:
-            continue
-        chunks = max(1, min(schedule.forward_chunks, int(payload_bytes // schedule.chunk_bytes)))
-        part_s = g.all_reduce(group.in_axis, payload_bytes / chunks)
-        link[group.in_axis] += chunks * part_s
-        # The first part is multiplied alone, the last is sent alone; between, each behind the next's matmul.
-        between_s = (chunks - 1) * together_s(own / chunks, part_s, g.slowdown)
-        exposed[group.in_axis] += max(0.0, own / chunks + between_s + part_s - own)
-    return matmul, link, exposed
+def head_shardings(workload: Workload, y: int, x: int, *, by_tokens: bool) -> tuple[Sharding, Sharding]:
+    """How y shards q and attention's output, and how k and v."""
+    if not by_tokens or not workload.divides_heads(y * x):
+        return "whole", "whole"
+    return "features", "features" if workload.kv_heads % (y * x) == 0 else "whole"
 
 
-def _backward(groups: list[Linears], given: Given) -> Linked:
+def _forward(groups: list[Linears], given: Given) -> LinearTimes:
     g = given
     matmul, link, exposed = 0.0, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0}
-    share = g.kernels.matmul_share
     for group in groups:
-        input_s = sum(matmul_s(1, g.tokens, group.inputs, n, g.device, share) for n in group.outputs)
-        weight_s = sum(matmul_s(1, n, group.inputs, g.tokens, g.device, share) for n in group.outputs)
+        gather_s = _gather_s(group.out_axis, group.input_sharding, group.inputs, g)
+        link[group.out_axis] += gather_s
+        exposed[group.out_axis] += gather_s  # the matmuls wait for it
+        pieces: list[tuple[float, float]] = []  # (matmul, reduction) seconds in order
+        for sharding, outputs in _by_sharding(group):
+            features = sum(outputs)
+            own_s = sum(_matmul_s(n, sharding, group, g, "forward") for n in outputs)
+            payload_bytes = g.schedule.weight_bytes * g.tokens * features
+            chunks = max(1, min(g.schedule.forward_chunks, int(payload_bytes // g.schedule.chunk_bytes)))
+            sent_s = _reduce_s(group.in_axis, sharding, features / chunks, g)
+            pieces += [(own_s / chunks, sent_s)] * chunks
+            matmul += own_s
+            link[group.in_axis] += chunks * sent_s
+        if pieces[-1][1] == 0.0:
+            continue
+        # Only the first matmul and the last reduction run alone; each other reduction overlaps the next matmul.
+        taken_s = pieces[0][0] + pieces[-1][1]
+        for (_, sent_s), (own_s, _) in itertools.pairwise(pieces):
+            taken_s += together_s(own_s, sent_s, g.slowdown)
+        exposed[group.in_axis] += max(0.0, taken_s - sum(own_s for own_s, _ in pieces))
+    return LinearTimes(matmul, link, exposed)
+
+
+def _backward(groups: list[Linears], given: Given) -> LinearTimes:
+    g = given
+    matmul, link, exposed = 0.0, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0}
+    for group in groups:
+        outputs = list(zip(group.outputs, group.output_shardings, strict=True))
+        input_s = sum(_matmul_s(features, sharding, group, g, "input") for features, sharding in outputs)
+        weight_s = sum(_matmul_s(features, sharding, group, g, "weight") for features, sharding in outputs)
         matmul += input_s + weight_s
-        sent_s = g.all_reduce(group.out_axis, g.schedule.weight_bytes * g.tokens * group.inputs)
+        # The matmuls wait for the gradients of all outputs, which arrive together.
+        arrive_s = sum(_gather_s(group.in_axis, how, sum(alike), g) for how, alike in _by_sharding(group))
+        link[group.in_axis] += arrive_s
+        exposed[group.in_axis] += arrive_s
+        # The reduction of the input's gradient overlaps the matmuls of the weights' gradients.
+        sent_s = _reduce_s(group.out_axis, group.input_sharding, group.inputs, g)
         link[group.out_axis] += sent_s
-        if g.schedule.hides_backward:
-            exposed[group.out_axis] += together_s(weight_s, sent_s, g.slowdown) - weight_s
-        else:
-            exposed[group.out_axis] += sent_s
-    return matmul, link, exposed
+        hides = g.schedule.hides_backward
+        exposed[group.out_axis] += together_s(weight_s, sent_s, g.slowdown) - weight_s if hides else sent_s
+        if not g.keep_inputs:
+            # The second gather of the input overlaps the matmuls of its gradient.
+            again_s = _gather_s(group.out_axis, group.input_sharding, group.inputs, g)
+            link[group.out_axis] += again_s
+            exposed[group.out_axis] += together_s(input_s, again_s, g.slowdown) - input_s
+    return LinearTimes(matmul, link, exposed)
+
+
+def _by_sharding(group: Linears) -> list[tuple[Sharding, list[float]]]:
+    """Outputs by their sharding: one collective serves all that are sharded alike."""
+    found: dict[Sharding, list[float]] = {}
+    for features, sharding in zip(group.outputs, group.output_shardings, strict=True):
+        found.setdefault(sharding, []).append(features)
+    return list(found.items())
+
+
+def _gather_s(axis: str, sharding: Sharding, features: float, given: Given) -> float:
+    if sharding == "whole":
+        return 0.0
+    return given.send("all_gather", axis, given.schedule.weight_bytes * given.tokens * features)
+
+
+def _reduce_s(axis: str, sharding: Sharding, features: float, given: Given) -> float:
+    kind: Kind = "all_reduce" if sharding == "whole" else "reduce_scatter"
+    return given.send(kind, axis, given.schedule.weight_bytes * given.tokens * features)
+
+
+def _matmul_s(features: float, sharding: Sharding, group: Linears, given: Given, which: str) -> float:
+    """One linear's matmul; what is sharded by features arrives, and leaves, in one piece for each rank."""
+    ranks = {"y": given.y, "x": given.x}
+    pieces_in = ranks[group.out_axis] if group.input_sharding == "features" else 1
+    pieces_out = ranks[group.in_axis] if sharding == "features" else 1
+    n, k, tokens = features / pieces_out, group.inputs / pieces_in, given.tokens
+    sizes = {"forward": (tokens, n, k), "input": (tokens, k, n), "weight": (n, k, tokens)}[which]
+    return pieces_in * pieces_out * matmul_s(1, *sizes, given.device, given.kernels.matmul_share)
+
+
+def _replicas(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[tuple[str, float]]:
+    """(axis, elements) of weights that several ranks use for other tokens, heads or rows: their gradients are summed."""
+    w = workload
+    # Each x rank beyond the key/value heads holds all of their rows and has the gradient of its own.
+    kv_rows = [("x", w.hidden * w.kv_features / y)] * 2 if x > w.kv_heads else []
+    if not by_tokens:
+        return kv_rows
+    has_qkv_bias = w.bias or w.qkv_bias
+    if x > w.kv_heads and has_qkv_bias:
+        kv_rows += [("x", float(w.kv_features))] * 2
+    # Gains and biases of the norms; biases of o and down.
+    rows = [("x", w.hidden / y)] * (6 if w.bias else 2)
+    columns: list[tuple[str, float]] = []
+    of_q, of_kv = head_shardings(w, y, x, by_tokens=by_tokens)
+    if has_qkv_bias:
+        columns += [("y", w.q_features / x)] * (of_q != "whole")
+        columns += [("y", w.kv_features / min(x, w.kv_heads))] * (2 * (of_kv != "whole"))
+    if w.bias:
+        columns += [("y", w.ffn / x)] * (2 if w.gated else 1)
+    return rows + columns + kv_rows
 
 
 def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, Pass]:
-    """A block's forward and backward; a recomputed forward is another forward."""
-    w, (tokens, y, x, device, kernels, schedule, slowdown, _, _) = workload, given
-    groups = groups_of(w, y, x)
+    """A block's forward and backward; a recomputed forward is another forward.
+
+    With token-sharded activations the tokens are those that all x and y ranks share.
+    """
+    w, (tokens, y, x, device, kernels, schedule, slowdown, send, by_tokens, _) = workload, given
+    groups = groups_of(w, y, x, by_tokens=by_tokens)
     matmul_f, link_f, exposed_f = _forward(groups, given)
     matmul_b, link_b, exposed_b = _backward(groups, given)
-    q = w.q_features / x
+    of_q, of_kv = head_shardings(w, y, x, by_tokens=by_tokens)
+    parts = x * y if of_q == "features" else x
+    is_fused = schedule.attention == "flash"
     core_f, core_b = attention_core_s(
-        tokens, length, q, w.heads / x, device, kernels, fused=schedule.attention == "flash"
+        tokens, length, w.q_features / parts, w.heads / parts, device, kernels, fused=is_fused
     )
-    moved = block_bytes(w, y, x, schedule.elementwise, cuts_tokens_over_x=schedule.cuts_tokens_over_x)
+    moved = block_bytes(
+        w,
+        y,
+        x,
+        schedule.elementwise,
+        cuts_tokens_over_x=schedule.cuts_tokens_over_x,
+        by_tokens=by_tokens,
+    )
     elementwise_f, elementwise_b = (memory_s(kernels.memory_passes * tokens * m, device) for m in moved)
     if schedule.interleaves:
-        exposed_f = in_turns(matmul_f + core_f + elementwise_f, link_f, exposed_f, slowdown)
-        exposed_b = in_turns(matmul_b + core_b + elementwise_b, link_b, exposed_b, slowdown)
-    statistics_s = 2 * given.all_reduce("y", 4 * tokens)  # two norms; nothing hides them
-    if x > w.kv_heads:
-        # Every x rank holds all key/value rows and has the gradient of its own: k's and v's are summed over x.
-        replica_s = 2 * given.all_reduce("x", schedule.gradient_bytes * w.hidden * w.kv_features / y)
-        link_b["x"] += replica_s
-        exposed_b["x"] += replica_s
-    forward = floored(
-        matmul_f, core_f, elementwise_f, link_f, exposed_f, statistics_s, kernels.host_us * 1e-6
+        exposed_f = _with_batch_split(matmul_f + core_f + elementwise_f, link_f, exposed_f, slowdown)
+        exposed_b = _with_batch_split(matmul_b + core_b + elementwise_b, link_b, exposed_b, slowdown)
+    norms_s = 2 * send(
+        "all_reduce", "y", 4 * tokens / (x if by_tokens else 1)
+    )  # statistics; nothing hides them
+    if of_q == "features" and of_kv == "whole":
+        # Several y ranks use one key/value head: the gradients of k and v are summed over y.
+        kv = w.kv_features / min(x, w.kv_heads)
+        shared_s = 2 * send("all_reduce", "y", schedule.weight_bytes * tokens * kv)
+        link_b["y"] += shared_s
+        exposed_b["y"] += shared_s
+    # Each alone and in every micro-batch, as with FSDP2; streamed weights sum those of all blocks together, once a step.
+    for axis, elements in _replicas(w, y, x, by_tokens=by_tokens):
+        replica_s = send("all_reduce", axis, schedule.gradient_bytes * elements)
+        link_b[axis] += replica_s
+        exposed_b[axis] += replica_s
+    host_s = kernels.host_us * 1e-6
+    return (
+        _at_least_launches(matmul_f, core_f, elementwise_f, link_f, exposed_f, norms_s, host_s),
+        _at_least_launches(matmul_b, core_b, elementwise_b, link_b, exposed_b, norms_s, 2 * host_s),
     )
-    backward = floored(
-        matmul_b, core_b, elementwise_b, link_b, exposed_b, statistics_s, 2 * kernels.host_us * 1e-6
-    )
-    return forward, backward
 
 
-def in_turns(
+def _with_batch_split(
     compute_s: float, link: dict[str, float], exposed: dict[str, float], slowdown: Slowdown
 ) -> dict[str, float]:
-    """What shows where the other half's work, a whole block's, is there to hide it."""
+    """Exposed time where a block's communication overlaps the computation of the other half-batch."""
     total_s = link["x"] + link["y"]
     if total_s == 0.0:
         return exposed
@@ -164,56 +271,56 @@ def in_turns(
     return {axis: min(exposed[axis], shown * link[axis]) for axis in link}
 
 
-def floored(
+def _at_least_launches(
     matmul: float,
     core: float,
     elementwise: float,
     link: dict[str, float],
     exposed: dict[str, float],
-    statistics_s: float,
+    norms_s: float,
     host_s: float,
 ) -> Pass:
-    """A pass is never shorter than its launches take: what the device waits for them counts as element-wise work."""
+    """A pass, at least as long as its launches; the device's wait for them counts as element-wise work."""
     waiting_s = max(0.0, host_s - matmul - core - elementwise - exposed["x"] - exposed["y"])
     return Pass(
         matmul,
         core,
         elementwise + waiting_s,
         link["x"],
-        link["y"] + statistics_s,
+        link["y"] + norms_s,
         exposed["x"],
-        exposed["y"] + statistics_s,
+        exposed["y"] + norms_s,
     )
 
 
 def ends_pass(workload: Workload, given: Given) -> Pass:
     """Embedding, head and loss, forward and backward together."""
-    w, g = workload, given
-    columns = columns_of(w, g.x)
-    head = [Linears(w.hidden / g.y, (columns,), "y", "x")]
-    moved_bytes = g.tokens * ends_bytes(w, g.y, columns, g.schedule.elementwise)
-    # The lookup in a vocabulary that is cut over x is a sum; then the loss's maximum and its two sums.
-    alone_s = g.all_reduce("x", g.schedule.weight_bytes * g.tokens * w.hidden / g.y)
-    alone_s += g.all_reduce("x", 4 * g.tokens) + g.all_reduce("x", 8 * g.tokens)
-    return ends(
-        _forward(head, g), _backward(head, g), memory_s(moved_bytes, g.device), {"x": alone_s, "y": 0.0}
-    )
-
-
-def columns_of(workload: Workload, x: int) -> int:
-    """Of the head, on each x rank."""
-    return -(-workload.vocabulary // x)
-
-
-def ends(forward: Linked, backward: Linked, elementwise_s: float, alone_s: dict[str, float]) -> Pass:
-    """The head's two ways together, with what is sent ``alone`` on each axis: nothing hides it."""
-    (matmul_f, link_f, exposed_f), (matmul_b, link_b, exposed_b) = forward, backward
+    w, (tokens, y, x, device, _, schedule, _, send, by_tokens, _) = workload, given
+    columns = -(-w.vocabulary // x)  # of the head on each x rank
+    between: Sharding = "tokens" if by_tokens else "whole"
+    head = [Linears(w.hidden / y, (columns,), "y", "x", between, (between,))]
+    own_y, own_x = (y, x) if by_tokens else (1, 1)  # ranks that hold other tokens
+    moved_bytes = tokens * ends_bytes(w, y, columns, schedule.elementwise, by_tokens_over=(own_y, own_x))
+    # Nothing hides these. The lookup in a vocabulary that is sharded over x is a sum; the loss needs a maximum and two sums.
+    looked_up_bytes = schedule.weight_bytes * tokens * w.hidden / y
+    alone_x_s = send("all_reduce", "x", 4 * tokens / own_y) + send("all_reduce", "x", 8 * tokens / own_y)
+    alone_y_s = 0.0
+    if by_tokens:
+        alone_x_s += send("reduce_scatter", "x", looked_up_bytes) + send("all_gather", "x", looked_up_bytes)
+        # The gradients of the last norm and of positions, and the norm's statistics, as in a block.
+        alone_x_s += (2 if w.bias else 1) * send("all_reduce", "x", schedule.gradient_bytes * w.hidden / y)
+        if w.positions:
+            alone_x_s += send("all_reduce", "x", schedule.gradient_bytes * w.positions * w.hidden / y)
+        alone_y_s = 2 * send("all_reduce", "y", 4 * tokens / x)
+    else:
+        alone_x_s += send("all_reduce", "x", looked_up_bytes)
+    forward, backward = _forward(head, given), _backward(head, given)
     return Pass(
-        matmul_f + matmul_b,
+        forward.matmul_s + backward.matmul_s,
         0.0,
-        elementwise_s,
-        link_f["x"] + link_b["x"] + alone_s["x"],
-        link_f["y"] + link_b["y"] + alone_s["y"],
-        exposed_f["x"] + exposed_b["x"] + alone_s["x"],
-        exposed_f["y"] + exposed_b["y"] + alone_s["y"],
+        memory_s(moved_bytes, device),
+        forward.link_s["x"] + backward.link_s["x"] + alone_x_s,
+        forward.link_s["y"] + backward.link_s["y"] + alone_y_s,
+        forward.exposed_s["x"] + backward.exposed_s["x"] + alone_x_s,
+        forward.exposed_s["y"] + backward.exposed_s["y"] + alone_y_s,
     )

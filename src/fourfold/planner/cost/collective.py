@@ -7,6 +7,7 @@ at the same time. The node's cards are shared between them (arXiv 2502.08145, eq
     ring           (n-k) hops inside nodes and k-1 between them; S (n-1)/n bytes past every link, all-reduce twice both
     tree           all-reduce alone: (g-1) hops inside a node, log2 k between nodes, both ways; 2 S (k-1)/k past a node
     hierarchical   inside the node, then between nodes by recursive doubling: log2 k hops, the bytes of both in turn
+    pairwise       all-to-all alone: a hop to every other rank; S (g-1)/n bytes inside a node and g S (n-g)/n out of it
 
 with n ranks on k nodes of g each. Hops and their latencies: NVIDIA/nccl src/graph/tuning.cc.
 """
@@ -18,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from fourfold.planner.inputs.cluster import Cluster
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
 class Placement(NamedTuple):
@@ -41,9 +42,9 @@ def place(ranks: int, inner_ranks: int, devices_per_node: int) -> Placement:
 
 
 def inside_gbps(per_node: int, inner_ranks: int, cluster: Cluster, *, spans_nodes: bool = False) -> float:
-    """What one group's ring reaches inside a node while the groups beside it do the same.
+    """What one group's ring reaches inside a node while the other groups do the same.
 
-    A ring that ``spans_nodes`` is driven by the network's channels: a figure measured inside one node is no limit to it.
+    A ring that ``spans_nodes`` is driven by the network's channels: a rate measured inside one node does not limit it.
     """
     links = cluster.links
     if spans_nodes:
@@ -51,7 +52,7 @@ def inside_gbps(per_node: int, inner_ranks: int, cluster: Cluster, *, spans_node
     exact = [b for i, r, b in links.measured_gbps if (i, r) == (inner_ranks, per_node)]
     if exact:
         return exact[0]
-    # The nearest that was measured at this stride or below; behind a switch the stride does not matter.
+    # The nearest that was measured at this stride or below; with a switch the stride does not matter.
     near = [(i, r, b) for i, r, b in links.measured_gbps if i <= inner_ranks and r <= per_node]
     if near:
         return max(near)[2]
@@ -103,76 +104,67 @@ def collective_s(kind: Kind, payload_bytes: float, ranks: int, inner_ranks: int,
         between = between_gbps(inner_ranks, cluster)
     if kind == "reduce_scatter":
         payload_bytes *= library.reduce_scatter_factor
-    large = (library.base_us, library.hop_us, library.net_hop_us)
-    small = (library.small_base_us, library.small_hop_us, library.small_net_hop_us)
-    least = math.inf
-    for algorithm in library.algorithms:
-        cost = _COSTS[algorithm]
-        for latencies_us, limit_gbps in ((large, math.inf), (small, library.small_gbps)):
-            links = (min(inside, limit_gbps), min(between, limit_gbps))
-            least = min(
-                least, cost(kind, payload_bytes, placement, latencies_us, links, library.in_switch_gain)
-            )
-    return least
+    large = (library.base_us, library.hop_us, library.net_hop_us, math.inf)
+    small = (library.small_base_us, library.small_hop_us, library.small_net_hop_us, library.small_gbps)
+    protocols = [
+        Protocol(base, hop, net_hop, min(inside, limit), min(between, limit), library.in_switch_gain)
+        for base, hop, net_hop, limit in (large, small)
+    ]
+    algorithms = ("pairwise",) if kind == "all_to_all" else library.algorithms
+    return min(_COSTS[a](kind, payload_bytes, placement, p) for a in algorithms for p in protocols)
 
 
-def _ring_s(
-    kind: Kind,
-    payload_bytes: float,
-    at: Placement,
-    latencies_us: tuple[float, float, float],
-    links_gbps: tuple[float, float],
-    in_switch_gain: float,
-) -> float:
-    base_us, hop_us, net_hop_us = latencies_us
+class Protocol(NamedTuple):
+    """Latencies and bandwidths of one protocol of the library on one group's links."""
+
+    base_us: float
+    hop_us: float
+    net_hop_us: float
+    inside_gbps: float
+    between_gbps: float
+    in_switch_gain: float
+
+
+def _ring_s(kind: Kind, payload_bytes: float, at: Placement, by: Protocol) -> float:
     passes = 2 if kind == "all_reduce" else 1
-    hops_us = (at.ranks - at.nodes) * hop_us + (at.nodes - 1) * net_hop_us
-    bandwidth_gbps = min(links_gbps)
-    if kind == "all_reduce" and at.nodes == 1 and at.ranks >= 5 and in_switch_gain > 1.0:
-        # NCCL takes NVLS from five ranks on: one hop to the switch, which adds, and one back.
-        hops_us = hop_us
-        bandwidth_gbps *= in_switch_gain
+    hops_us = (at.ranks - at.nodes) * by.hop_us + (at.nodes - 1) * by.net_hop_us
+    bandwidth_gbps = min(by.inside_gbps, by.between_gbps)
+    if kind == "all_reduce" and at.nodes == 1 and at.ranks >= 5 and by.in_switch_gain > 1.0:
+        # NCCL uses NVLS from five ranks on: one hop to the switch, which adds, and one back.
+        hops_us = by.hop_us
+        bandwidth_gbps *= by.in_switch_gain
     moved_bytes = payload_bytes * (at.ranks - 1) / at.ranks
-    return base_us * 1e-6 + passes * (hops_us * 1e-6 + moved_bytes / (bandwidth_gbps * 1e9))
+    return by.base_us * 1e-6 + passes * (hops_us * 1e-6 + moved_bytes / (bandwidth_gbps * 1e9))
 
 
-def _tree_s(
-    kind: Kind,
-    payload_bytes: float,
-    at: Placement,
-    latencies_us: tuple[float, float, float],
-    links_gbps: tuple[float, float],
-    in_switch_gain: float,
-) -> float:
+def _tree_s(kind: Kind, payload_bytes: float, at: Placement, by: Protocol) -> float:
     if kind != "all_reduce":  # there is no tree for the others
         return math.inf
-    base_us, hop_us, net_hop_us = latencies_us
-    hops_us = (at.per_node - 1) * hop_us + math.ceil(math.log2(at.nodes)) * net_hop_us
-    inside, between = links_gbps
-    # Up and down at once inside a node; a node of two trees sends what it has twice, less its own part.
+    hops_us = (at.per_node - 1) * by.hop_us + math.ceil(math.log2(at.nodes)) * by.net_hop_us
+    # Up and down at once inside a node; a node of two trees sends its data twice, without its own part.
     moving_s = max(
-        2 * payload_bytes * (at.per_node - 1) / at.per_node / (inside * 1e9),
-        2 * payload_bytes * (at.nodes - 1) / at.nodes / (between * 1e9),
+        2 * payload_bytes * (at.per_node - 1) / at.per_node / (by.inside_gbps * 1e9),
+        2 * payload_bytes * (at.nodes - 1) / at.nodes / (by.between_gbps * 1e9),
     )
-    return base_us * 1e-6 + 2 * hops_us * 1e-6 + moving_s
+    return by.base_us * 1e-6 + 2 * hops_us * 1e-6 + moving_s
 
 
-def _hierarchical_s(
-    kind: Kind,
-    payload_bytes: float,
-    at: Placement,
-    latencies_us: tuple[float, float, float],
-    links_gbps: tuple[float, float],
-    in_switch_gain: float,
-) -> float:
-    base_us, hop_us, net_hop_us = latencies_us
+def _hierarchical_s(kind: Kind, payload_bytes: float, at: Placement, by: Protocol) -> float:
     passes = 2 if kind == "all_reduce" else 1
-    inside, between = links_gbps
-    hops_us = (at.per_node - 1) * hop_us + math.ceil(math.log2(at.nodes)) * net_hop_us
-    # The g ranks of a node each take a g-th of the tensor to the other nodes, together over all of the node's cards.
-    inside_s = payload_bytes * (at.per_node - 1) / at.per_node / (inside * 1e9)
-    between_s = payload_bytes * (at.nodes - 1) / at.nodes / (between * 1e9)
-    return 2 * base_us * 1e-6 + passes * (hops_us * 1e-6 + inside_s + between_s)
+    hops_us = (at.per_node - 1) * by.hop_us + math.ceil(math.log2(at.nodes)) * by.net_hop_us
+    # Each of the g ranks of a node sends a g-th of the tensor to the other nodes, together over all of the node's cards.
+    inside_s = payload_bytes * (at.per_node - 1) / at.per_node / (by.inside_gbps * 1e9)
+    between_s = payload_bytes * (at.nodes - 1) / at.nodes / (by.between_gbps * 1e9)
+    return 2 * by.base_us * 1e-6 + passes * (hops_us * 1e-6 + inside_s + between_s)
 
 
-_COSTS = {"ring": _ring_s, "tree": _tree_s, "hierarchical": _hierarchical_s}
+def _pairwise_s(kind: Kind, payload_bytes: float, at: Placement, by: Protocol) -> float:
+    hops_us = (at.ranks - at.nodes) * by.hop_us + (at.nodes - 1) * by.net_hop_us
+    moving_s = max(
+        payload_bytes * (at.per_node - 1) / at.ranks / (by.inside_gbps * 1e9),
+        at.per_node * payload_bytes * (at.ranks - at.per_node) / at.ranks / (by.between_gbps * 1e9),
+    )
+    return (by.base_us + hops_us) * 1e-6 + moving_s
+
+
+_COSTS = {"ring": _ring_s, "tree": _tree_s, "hierarchical": _hierarchical_s, "pairwise": _pairwise_s}

@@ -1,7 +1,7 @@
-"""How long computation takes on one device: matmuls by tiles and waves, the rest by the bytes it moves.
+"""Computation time on one device: matmuls by tiles and waves, the rest by the bytes moved.
 
-A matmul's output is cut into tiles, and the tiles are dealt out to the multiprocessors in waves; the last wave is as long
-as a full one. What a device reaches on the best of shapes is measured (`Device.best_tflops`), not its data sheet.
+A matmul's output is split into tiles, which run on the multiprocessors in waves; the last wave takes as long as a full
+one. The rate on the best shapes is measured (`Device.best_tflops`), not taken from the data sheet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Kernels:
 
     matmul_share: float = 0.76  # of best_tflops in a training step: clocks under load, layouts, gaps
     attention_share: float = 0.36  # of best_tflops in the attention kernel, counting a causal half
-    memory_passes: float = 1.0  # times the bytes of `elementwise_cost.py`, in a block
+    memory_passes: float = 1.0  # times the bytes of `elementwise.py`, in a block
     score_passes: float = 6.0  # bf16 passes over the matrix of scores, where attention is not fused
     host_us: float = 0.0  # what the processor that launches needs for a block's forward
 
@@ -70,7 +70,7 @@ def padded_flops(batch: int, m: float, n: float, k: float, multiprocessors: int)
 
 
 def memory_s(moved_bytes: float, device: Device) -> float:
-    """Element-wise work that reads and writes so many bytes."""
+    """Element-wise work that reads and writes this many bytes."""
     return moved_bytes / (device.memory_tbps * 1e12 * device.memory_share)
 
 
@@ -106,17 +106,14 @@ def attention_core_s(
 
 
 def operation_s(operation: Operation, cluster: Cluster, kernels: Kernels | None = None) -> float:
-    """One operator of a dry run: by what was measured on the cluster, where it was, else as well as ``kernels`` do it.
+    """Seconds of one operator of a dry run: measured on the cluster where available, else computed with ``kernels``.
 
-    Every operator is paid for as eager PyTorch runs it: a kernel of its own, never faster than its launch, and all bytes
-    that it reads and writes. Where phases were measured, launching is work of the device itself (a CPU) and adds to the
-    rest.
+    Every operator costs what eager PyTorch pays: its own kernel, at least one launch, and all bytes read and written.
     """
     kernels = kernels or Kernels()
     measured, device = cluster.measured, cluster.device
-    phase = measured.phase("backward" if operation.phase == "recompute" else operation.phase)
-    if "empty" in operation.name:  # takes memory and does nothing to it
-        return phase.operator_us * 1e-6 if phase else 0.0
+    if "empty" in operation.name:  # allocates memory and touches none of it
+        return 0.0
     if operation.work == "matmul":
         batch, m, n, k = operation.shape
         per_s = measured.matmul_flops_per_s(m, n, k)
@@ -126,10 +123,6 @@ def operation_s(operation: Operation, cluster: Cluster, kernels: Kernels | None 
         rate = measured.attention_backward_tflops if backward else measured.attention_forward_tflops
         # The FLOPs are of the whole square, and so is a measured rate; a causal mask leaves half of it to do.
         seconds = operation.flops / ((rate or 2 * device.best_tflops * kernels.attention_share) * 1e12)
-    elif phase is not None:
-        seconds = operation.bytes_moved / (phase.memory_gbps * 1e9)
     else:
         seconds = memory_s(operation.bytes_moved, device)
-    if phase is not None:
-        return seconds + phase.operator_us * 1e-6
     return max(seconds, device.launch_us * 1e-6)

@@ -1,7 +1,7 @@
-"""How many bytes a step moves beside its matmuls and attention: norms, rotation, gate, loss, copies of weights, optimizer.
+"""Bytes that a step moves besides its matmuls and attention: norms, rotation, gate, loss, copies of weights, optimizer.
 
 Fused kernels read each input and write each output once. Eager PyTorch, in which Hugging Face's modules run, has a kernel for
-each operator and pays for what is between; the figures are the sums over the operators of a dry run
+each operator and also moves what is between; the values are the sums over the operators of a dry run
 (`tests/planner/cost/test_elementwise.py`).
 """
 
@@ -22,9 +22,9 @@ class Moved(NamedTuple):
 
 # For each feature of the residual stream: two norms and two additions. Eager, a norm in fp32 is 36 bytes forward and 92 back.
 _RESIDUAL = {"fused": Moved(2 * 4 + 2 * 6, 40), "eager": Moved(2 * 36 + 2 * 6, 2 * 92)}
-# The same of LayerNorm, which PyTorch has a kernel for; not so where its features are cut (parallel/norm.py).
-_LAYER_NORMS, _CUT_LAYER_NORMS = Moved(2 * 4 + 2 * 6, 36), Moved(2 * 60 + 2 * 6, 2 * 122)
-_BIAS = 4  # added to an output by an operator of its own, where the linear is cut
+# The same of LayerNorm, which PyTorch has a kernel for; not so where its features are sharded (parallel/norm.py).
+_LAYER_NORMS, _SHARDED_LAYER_NORMS = Moved(2 * 4 + 2 * 6, 36), Moved(2 * 60 + 2 * 6, 2 * 122)
+_BIAS = 4  # added to an output by an operator of its own, where the linear is sharded
 _COPY = 4  # read and written
 # For each feature of q, k and v: rotation, and the layout that attention wants.
 _HEADS = {"fused": Moved(8, 16), "eager": Moved(17, 27)}
@@ -38,7 +38,8 @@ _LOSS = {"fused": 66, "eager": 30 + 44}
 _ENDS = {"fused": 12, "eager": 4 + 36 + 92}
 # AdamW reads parameter, gradient and two moments and writes all but the gradient; as a list of operators over all parameters it
 # passes over them eight times. Clipping reads the gradients, and reads and writes them once more.
-_OPTIMIZER = {"fused": 28 + 12, "eager": 80 + 12}
+CLIP_BYTES = 12
+_ADAMW = {"fused": 28, "eager": 80}
 
 
 def block_bytes(
@@ -49,55 +50,53 @@ def block_bytes(
     *,
     cuts_tokens_over_x: bool = False,
     by_tokens: bool = False,
-    samples: float | None = None,
 ) -> Moved:
-    """Of one block, for one token; with token-sharded activations (``by_tokens``) for one of those that x and y share."""
+    """Bytes of one block for one token; with token-sharded activations, for one of the tokens that x and y ranks share."""
     residual, heads = _RESIDUAL[elementwise], _HEADS[elementwise]
     inner = (_GATED if w.gated else _UNGATED)[elementwise]
     if elementwise == "eager" and not w.gated and w.activation_copies > 2:
         inner = _IN_PARTS
-    cut = y * x > 1
+    is_sharded = y * x > 1
     if elementwise == "eager" and w.bias:
-        residual = _CUT_LAYER_NORMS if cut else _LAYER_NORMS
+        residual = _SHARDED_LAYER_NORMS if is_sharded else _LAYER_NORMS
     hidden = w.hidden / (y * (x if cuts_tokens_over_x or by_tokens else 1))
-    over_y = w.core_over_y(y, x, samples) if by_tokens else "whole"
-    parts = x * y if over_y == "heads" else x
+    by_heads = by_tokens and w.divides_heads(y * x)
+    parts = x * y if by_heads else x
     qkv = w.q_features / parts + 2 * w.kv_features / min(parts, w.kv_heads)
-    qkv /= y if over_y == "samples" else 1
     ffn = w.ffn / (x * y if by_tokens else x)
     forward, backward = (residual[way] * hidden + heads[way] * qkv + inner[way] * ffn for way in (0, 1))
-    if elementwise == "eager" and cut:
+    if elementwise == "eager" and is_sharded:
         biased = qkv if w.qkv_bias or w.bias else 0.0
         biased += 2 * hidden + ffn if w.bias else 0.0
         forward += _BIAS * biased
     if elementwise == "eager" and by_tokens and y > 1:
-        # What siblings share is copied apart: q, k and v where they are cut by heads; the gradients, into one buffer and, where
-        # tokens of all ranks were gathered, out of it.
-        of_kv = 2 * w.kv_features / min(x, w.kv_heads)
-        by_heads, by_samples = over_y == "heads", over_y == "samples"
-        features = w.q_features / x + (of_kv if w.kv_heads % (x * y) == 0 or not by_heads else 0.0)
-        siblings = (features if over_y != "whole" else 0.0) + (2 * w.ffn / x if w.gated else 0.0)
-        forward += _COPY * (features / y if by_heads and not w.fused_qkv else 0.0)
-        backward += _COPY * (siblings / y + (2 * w.ffn / x if w.gated else 0.0))
-        backward += _COPY * (features if by_samples else 0.0)
+        # Outputs that share a buffer are copied out of it: q, k and v where they are sharded by heads. Their gradients are
+        # copied into one buffer and, where tokens of all ranks were gathered, out of it.
+        features = 0.0
+        if by_heads:
+            features = w.q_features / x
+            features += 2 * w.kv_features / min(x, w.kv_heads) if w.kv_heads % (x * y) == 0 else 0.0
+            forward += _COPY * (features / y if not w.fused_qkv else 0.0)
+        gate_and_up = 2 * w.ffn / x if w.gated else 0.0
+        backward += _COPY * ((features + gate_and_up) / y + gate_and_up)
     return Moved(forward, backward)
 
 
 def ends_bytes(
     w: Workload, y: int, columns: float, elementwise: str, *, by_tokens_over: tuple[int, int] = (1, 1)
 ) -> float:
-    """Of embedding, last norm and loss, for one token, both ways; where y and x ranks have other tokens, of so many each."""
+    """Bytes of embedding, last norm and loss for one token, both ways; ``by_tokens_over`` y and x ranks with other tokens."""
     of_y, of_x = by_tokens_over
     return _LOSS[elementwise] * columns / of_y + _ENDS[elementwise] * w.hidden / (y * of_x)
 
 
 def optimizer_bytes(elementwise: str) -> float:
-    """Of clipping and AdamW, for each parameter that a rank stores."""
-    return _OPTIMIZER[elementwise]
+    """Bytes of clipping and AdamW for each parameter that a rank stores."""
+    return _ADAMW[elementwise] + CLIP_BYTES
 
 
 def copied_bytes(layout: Layout, elementwise: str) -> Moved:
-    """Of weights on their way to the work, and of gradients on theirs back, for each element of a block.
+    """Bytes of copies of weights before they are used, and of gradients before they are sent, for each element of a block.
 
     FSDP2 copies out of the buffer of its gather, and into that of its scatter, casting on the way; shards are cast before.
     """

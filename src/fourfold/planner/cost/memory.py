@@ -1,4 +1,4 @@
-"""How many bytes a rank holds at its peak, in closed form, by category.
+"""Peak memory of a rank in closed form, by category.
 
 The peak is one of a few moments: the loss (all activations, the logits), a block of backward (what is left of the
 activations, the gradients so far, a block in work), the gradient of the embedding, the optimizer's step. What is held then
@@ -12,18 +12,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fourfold.planner.cost.optimizer import (
+    ADAMW_STATE_BYTES,
+    MUON_STATE_BYTES,
+    Optimizer,
+    muon_matrices,
+    muon_step_bytes,
+)
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import Workload
 
 MASTER_BYTES = 4
-MOMENTS_BYTES = 8  # AdamW's two
 STEP_BYTES = 4  # foreach AdamW makes one temporary of every shard
 GRADIENT_BYTES = 4
 WORK_BYTES = 2  # bf16, unless the work is in fp32
 WIDE_BYTES = 4  # norms and loss compute in fp32
 
 HEAD_BYTES = 4  # the logarithm of the softmax's sum, fp32, for each head
-# Beside its logits the loss holds an fp32 copy and two fp32 temporaries of that size (parallel/loss.py); the stock loss of a
+# In addition to its logits the loss holds an fp32 copy and two fp32 temporaries of that size (parallel/loss.py); the stock loss of a
 # single rank one fewer, but its gradient in the precision of the work.
 LOSS_BYTES, STOCK_LOSS_BYTES = 12, 10
 # Backward of a norm, for each feature: the gradient in fp32 and three products of it; in the precision of the work the
@@ -34,9 +40,10 @@ STREAMED_WINDOW = 5
 
 
 class Shard(NamedTuple):
-    """Elements on one rank before z cuts them."""
+    """Elements on one rank before z shards them."""
 
     block: float
+    matrices: float  # the part of a block that is matrices
     table: float  # the embedding; the head has as many
     outside: float  # what is in no block, each element once
     largest: float  # the largest matrices of a block that are gathered at once
@@ -59,7 +66,8 @@ def shard_of(workload: Workload, y: int, x: int) -> Shard:
     outside = table * (1 if w.tied else 2) + positions + w.hidden / y
     window = matrices + matrices  # five in a row may reach into the next block
     largest = max(sum(window[i : i + STREAMED_WINDOW]) for i in range(len(matrices)))
-    return Shard(sum(matrices) + w.block_vectors / y, table, outside, largest, q, kv, inner)
+    block = sum(matrices) + w.block_vectors / y
+    return Shard(block, sum(matrices), table, outside, largest, q, kv, inner)
 
 
 @dataclass(frozen=True)
@@ -97,60 +105,61 @@ def norm_bytes(workload: Workload, cut: bool, work_bytes: int = WORK_BYTES) -> i
     return 2 * WIDE_BYTES + work_bytes  # centred and normal in fp32 (parallel/norm.py)
 
 
-def saved_bytes_per_token(workload: Workload, y: int, x: int, work_bytes: int = WORK_BYTES) -> float:
-    """What autograd keeps of one block for one token."""
-    w = workload
-    cut = y * x > 1
-    kv = w.kv_features / min(x, w.kv_heads)
-    # q and k after rotation, v, the attention's output. Cut linears put q, k and v in one buffer, which v keeps whole, unless
-    # a bias is added and makes a new v.
-    copies = 3 if cut and not (w.bias or w.qkv_bias) else 2
-    features = copies * (w.q_features / x + kv) + w.activation_copies * w.ffn / x
-    return (
-        work_bytes * features + 2 * norm_bytes(w, cut, work_bytes) * w.hidden / y + HEAD_BYTES * w.heads / x
-    )
-
-
-def saved_by_tokens(
+def saved_bytes_per_token(
     workload: Workload,
     y: int,
     x: int,
     *,
-    keep_inputs: bool,
+    by_tokens: bool = False,
+    keep_inputs: bool = True,
     work_bytes: int = WORK_BYTES,
-    samples: float | None = None,
 ) -> float:
-    """The same with token-sharded activations, for one of the tokens that all x and y ranks share.
+    """What autograd keeps of one block for one token; ``by_tokens``, for one of the tokens that x and y ranks share.
 
-    Everything is cut over both axes, but for the gathered inputs of linears where they are kept, the norms' statistics, and
-    key/value heads where they are fewer than the ranks.
+    Token-sharded, everything is sharded over both axes except the gathered inputs of linears where they are kept, the
+    norms' statistics, and heads that do not divide.
     """
     w = workload
-    cut = y * x
-    over_y = w.core_over_y(y, x, samples)
-    parts = x if over_y == "whole" else cut
-    # q and k after rotation, v, the attention's output. v is in one buffer with its siblings that leave in the same way, and
-    # keeps it whole, unless a bias makes a new v, or it was copied out of it. With y = 1 each has memory of its own; of one
-    # matrix for all three v is a part of their buffer, and where nothing is rotated so are q and k.
-    of_x = w.kv_features / min(x, w.kv_heads)
-    kv = w.kv_features / min(cut, w.kv_heads) if over_y == "heads" else of_x * x / parts
-    has_bias = w.bias or w.qkv_bias
-    if w.fused_qkv:
-        v = w.q_features / parts + 2 * kv if w.rotates else kv
-    elif y == 1:
-        v = kv
-    elif over_y == "heads":
-        v = kv if w.kv_heads % cut == 0 else of_x * (1 if has_bias else 2)
-    else:
-        v = kv if has_bias else w.q_features / parts + 2 * kv
-    features = 2 * w.q_features / parts + kv + v + (w.activation_copies - 1) * w.ffn / cut
-    # The inputs of down, of o (beside the attention's output, which is a part of it), of q, k, v and of gate and up.
-    features += w.ffn / (x if keep_inputs else cut)
-    if keep_inputs and y > 1 and over_y != "whole":
+    ranks = y * x
+    by_heads = by_tokens and w.divides_heads(ranks)
+    q_parts, inner_parts, hidden_parts = (
+        ranks if by_heads else x,
+        ranks if by_tokens else x,
+        ranks if by_tokens else y,
+    )
+    kv = w.kv_features / min(q_parts, w.kv_heads)
+    # q and k after rotation, v, the attention's output.
+    features = 2 * w.q_features / q_parts + kv + _saved_v(w, y, x, by_tokens=by_tokens)
+    # The MLP's tensors, of which the input of down is gathered; the inputs of o (in addition to the attention's output, which
+    # is a part of it), of q, k, v and of gate and up.
+    features += (w.activation_copies - 1) * w.ffn / inner_parts + w.ffn / (x if keep_inputs else inner_parts)
+    if keep_inputs and y > 1 and by_heads:
         features += w.q_features / x
-    features += 2 * w.hidden / (y if keep_inputs else cut)
-    norms = 2 * ((norm_bytes(w, True, work_bytes) - work_bytes) * w.hidden / cut + WIDE_BYTES / x)
-    return work_bytes * features + norms + HEAD_BYTES * w.heads / parts
+    features += 2 * w.hidden / (y if keep_inputs else hidden_parts)
+    norm = norm_bytes(w, by_tokens or ranks > 1, work_bytes) - work_bytes
+    norms = 2 * (norm * w.hidden / hidden_parts + (WIDE_BYTES / x if by_tokens else 0.0))
+    return work_bytes * features + norms + HEAD_BYTES * w.heads / q_parts
+
+
+def _saved_v(w: Workload, y: int, x: int, *, by_tokens: bool) -> float:
+    """Features that v keeps alive: its own, or the whole buffer of outputs that were reduced together.
+
+    A bias makes a new v. Token-sharded, v is also new where it was copied out of the buffer, and with y = 1 each output has its
+    own memory; one matrix for q, k and v has one buffer for all three, which v is a part of, and q and k if nothing is rotated.
+    """
+    ranks = y * x
+    by_heads = by_tokens and w.divides_heads(ranks)
+    q, kv = (
+        w.q_features / (ranks if by_heads else x),
+        w.kv_features / min(ranks if by_heads else x, w.kv_heads),
+    )
+    has_bias = w.bias or w.qkv_bias
+    if by_tokens and w.fused_qkv:
+        return q + 2 * kv if w.rotates else kv
+    if by_heads and y > 1:
+        return kv if w.kv_heads % ranks == 0 else w.kv_features / min(x, w.kv_heads) * (1 if has_bias else 2)
+    shares_buffer = y > 1 if by_tokens else ranks > 1
+    return q + 2 * kv if shares_buffer and not has_bias else kv
 
 
 def memory(
@@ -159,24 +168,15 @@ def memory(
     tokens: float,
     shard: Shard | None = None,
     work_bytes: int = WORK_BYTES,
-    length: int | None = None,
+    optimizer: Optimizer = "adamw",
 ) -> Memory:
-    """The peak of a rank that puts ``tokens`` through at a time, by category.
-
-    Without the ``length`` of a sequence, so many that y divides them.
-    """
+    """The peak of a rank that processes ``tokens`` at a time, by category."""
     shard = shard or shard_of(workload, layout.y, layout.x)
-    samples = tokens / length if length else None
-    return max(_moments(workload, layout, tokens, shard, work_bytes, samples), key=_total)
+    return max(_moments(workload, layout, tokens, shard, work_bytes, optimizer), key=_total)
 
 
 def _moments(
-    w: Workload,
-    layout: Layout,
-    tokens: float,
-    shard: Shard,
-    work_bytes: int,
-    samples: float | None = None,
+    w: Workload, layout: Layout, tokens: float, shard: Shard, work_bytes: int, optimizer: Optimizer
 ) -> Iterator[Memory]:
     whole = w.layers * shard.block + shard.outside
     stored = whole / layout.z
@@ -185,7 +185,9 @@ def _moments(
     is_recomputed = layout.activation_checkpointing == "full"
     is_streamed = layout.weights == "streamed"
     sends = layout.z * layout.data > 1
-    parameters, moments = MASTER_BYTES * stored, MOMENTS_BYTES * stored
+    by_muon = w.layers * shard.matrices / layout.z if optimizer == "muon" else 0.0
+    parameters = MASTER_BYTES * stored
+    moments = ADAMW_STATE_BYTES * (stored - by_muon) + MUON_STATE_BYTES * by_muon
     # What the linears read, gathered, and what is between them: the same, unless its tokens are cut as well.
     hidden_read, ffn_read = tokens * w.hidden / layout.y, tokens * w.ffn / layout.x
     hidden, ffn = hidden_read, ffn_read
@@ -193,28 +195,25 @@ def _moments(
     # Activations.
     if layout.by_tokens:
         hidden, ffn = hidden / layout.x, ffn / layout.y
-        saved_bytes = saved_by_tokens(
-            w,
-            layout.y,
-            layout.x,
-            keep_inputs=layout.keep_inputs,
-            work_bytes=work_bytes,
-            samples=samples,
-        )
-    else:
-        saved_bytes = saved_bytes_per_token(w, layout.y, layout.x, work_bytes)
-    block_saved = tokens * saved_bytes
+    block_saved = tokens * saved_bytes_per_token(
+        w,
+        layout.y,
+        layout.x,
+        by_tokens=layout.by_tokens,
+        keep_inputs=layout.keep_inputs or not layout.by_tokens,
+        work_bytes=work_bytes,
+    )
     block_input = work_bytes * hidden
     each, live = (block_input, block_saved) if is_recomputed else (block_saved, 0.0)
     norm = norm_bytes(w, cut, work_bytes)
     # In work: the gradients of a block's output, of the down projection's input and of what the activation function took; or,
-    # behind the MLP, whose activations are gone by then, those of a norm.
+    # after the MLP, whose activations are freed by then, those of a norm.
     mlp = work_bytes * (hidden + 2 * ffn)
-    behind_mlp = (4 * NORM_BACKWARD_WIDE + NORM_BACKWARD_COPIES * work_bytes) * hidden
-    behind_mlp -= work_bytes * (w.activation_copies * ffn + hidden)
+    after_mlp = (4 * NORM_BACKWARD_WIDE + NORM_BACKWARD_COPIES * work_bytes) * hidden
+    after_mlp -= work_bytes * (w.activation_copies * ffn + hidden)
     last_norm = norm * hidden
     if layout.by_tokens:
-        # Beside the gradient of the block's output all of it, gathered, and all of that of the down projection's input.
+        # The gradient of the block's output, the same gathered, and all of that of the down projection's input.
         again = 0 if layout.keep_inputs else 1
         mlp = work_bytes * (hidden + hidden_read + ffn + ffn_read * (1 + again))
         if w.gated and layout.y > 1:
@@ -222,9 +221,9 @@ def _moments(
             gone = (w.activation_copies - 1) * ffn + (ffn if again else ffn_read)
             siblings = hidden + 2 * ffn + 4 * ffn_read + hidden_read * (1 + again)
             mlp = max(mlp, work_bytes * (siblings - gone))
-        # Behind the last norm the model's code has a tensor of all tokens, and the head a gathered input.
+        # After the last norm the model's code has a tensor of all tokens, and the head a gathered input.
         last_norm += work_bytes * hidden_read * (2 if layout.keep_inputs else 1) * (layout.x > 1)
-    in_work = max(mlp, behind_mlp)
+    in_work = max(mlp, after_mlp)
 
     # Gathered weights. Whole on each rank and in the precision of the work, the shard is the block: nothing is gathered.
     copied = 0 if is_streamed and layout.z == 1 and work_bytes == MASTER_BYTES else work_bytes
@@ -265,7 +264,7 @@ def _moments(
                      "the head's gradient")  # fmt: skip
 
     # Backward, ``done`` blocks before the end: everything is linear in it between the first two and the last two.
-    # So many blocks' gradients are being sent, in fp32: FSDP2 waits for a block before it sends the next, streamed weights for the
+    # The number of blocks whose gradients are being sent, in fp32: FSDP2 waits for a block before it sends the next, streamed weights for the
     # one before that, unless its shards have to go on over data.
     waiting = 2 if is_streamed and layout.data == 1 else 1
     head_stored = 0.0 if in_root else GRADIENT_BYTES * shard.table / layout.z
@@ -279,7 +278,7 @@ def _moments(
                 gradients += GRADIENT_BYTES * shard.table
             if waiting == 2:
                 gradients += GRADIENT_BYTES * shard.inner * (1 + 1 / layout.z)
-        gradients += work_bytes * (shard.inner if mlp > behind_mlp else (3 if w.gated else 2) * shard.inner)
+        gradients += work_bytes * (shard.inner if mlp > after_mlp else (3 if w.gated else 2) * shard.inner)
         is_last = done == w.layers - 1
         yield Memory(
             parameters,
@@ -292,7 +291,7 @@ def _moments(
             "backward's last block" if is_last else "backward",
         )
 
-    # The embedding's gradient, in the precision of the work, beside the last block's that are being sent; then its own are.
+    # The embedding's gradient in the compute precision, with the last block's being sent; then its own are.
     gradients = GRADIENT_BYTES * w.layers * shard.block / layout.z + head_stored
     ends = shard.outside if in_root else shard.table
     if accumulates:
@@ -305,7 +304,10 @@ def _moments(
         wide = GRADIENT_BYTES * ends * (1 if layout.z > 1 or is_streamed else 2)
         yield Memory(parameters, gradients + wide + work_bytes * ends, moments, 0.0, 0.0, 0.0, 0.0,
                      "the embedding's gradient")  # fmt: skip
-    yield Memory(parameters, GRADIENT_BYTES * stored, moments + STEP_BYTES * stored, 0.0, 0.0, 0.0, 0.0,
+    in_step = STEP_BYTES * (stored - by_muon)
+    if optimizer == "muon":
+        in_step = max(in_step, *(muon_step_bytes(m) for m in muon_matrices(w, layout)))
+    yield Memory(parameters, GRADIENT_BYTES * stored, moments + in_step, 0.0, 0.0, 0.0, 0.0,
                  "the optimizer's step")  # fmt: skip
 
 

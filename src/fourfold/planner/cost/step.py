@@ -1,12 +1,12 @@
-"""How long a training step takes: the blocks in turn, and what of z and data does not hide behind them.
+"""Time of a training step: its blocks one after another, and the communication on z and data that does not overlap them.
 
-    forward    a block's weights are gathered over z behind the block before; the first gather shows
-    backward   the second gather of the block to come, the reduce-scatter over z of the block that was, and its
-               all-reduce over data go behind a block's backward (and recomputed forward); the last ones show
+    forward    the gather of a block's weights over z overlaps the block before; the first gather is exposed
+    backward   the second gather of the next block, the reduce-scatter over z of the previous block, and its all-reduce
+               over data overlap a block's backward (and recomputed forward); the last ones are exposed
     step       the optimizer reads and writes every shard once
 
-Link time is what collectives take, exposed time what of it the step is longer by; they are kept apart. Every figure is a
-prediction.
+Link time is what collectives take, exposed time the part of it that makes the step longer; they are kept apart. All values
+are predictions.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fourfold.mesh.axes import AXES
 from fourfold.planner.cost.block import Given, Pass, block_passes, ends_pass, together_s
 from fourfold.planner.cost.collective import Kind, collective_s
 from fourfold.planner.cost.compute import Kernels, memory_s
-from fourfold.planner.cost.elementwise import copied_bytes, optimizer_bytes
+from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
 from fourfold.planner.cost.memory import Memory, Shard, memory, shard_of
-from fourfold.planner.cost.token_block import token_block_passes, token_ends_pass
+from fourfold.planner.cost.optimizer import Optimizer, OptimizerTime, muon_time
 from fourfold.planner.inputs.cluster import Cluster, Device
 from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
 from fourfold.planner.inputs.workload import Workload
@@ -49,7 +50,7 @@ class Estimate:
 
 
 class Prices:
-    """The cost functions of one workload on one cluster, each result kept: a search asks for the same ones again."""
+    """The cost functions of one workload on one cluster, with cached results."""
 
     def __init__(
         self,
@@ -58,12 +59,15 @@ class Prices:
         length: int,
         schedule: Schedule = FOURFOLD,
         kernels: Kernels | None = None,
+        optimizer: Optimizer = "adamw",
     ) -> None:
         self.workload, self.cluster, self.length, self.schedule = workload, cluster, length, schedule
+        self.optimizer: Optimizer = optimizer
         self.kernels = kernels or Kernels()
         self._collectives: dict[tuple[str, float, int, int], float] = {}
         self._passes: dict[tuple[float, int, int, str, bool], tuple[Pass, Pass, Pass]] = {}
         self._shards: dict[tuple[int, int], Shard] = {}
+        self._optimizer_times: dict[tuple[int, int, int, int], OptimizerTime] = {}
 
     def collective_s(self, kind: Kind, payload_bytes: float, ranks: int, inner_ranks: int) -> float:
         if ranks == 1:
@@ -84,12 +88,10 @@ class Prices:
                 ranks, inner = (x, 1) if axis == "x" else (y, x)
                 return self.collective_s(kind, payload_bytes, ranks, inner)
 
-            by_tokens = activations == "token-sharded"
-            block, ends = (token_block_passes, token_ends_pass) if by_tokens else (block_passes, ends_pass)
             timing = (self.cluster.device, self.kernels, self.schedule, self.cluster.slowdown)
-            given = Given(tokens, y, x, *timing, send, keep_inputs)
-            forward, backward = block(self.workload, self.length, given)
-            self._passes[key] = (forward, backward, ends(self.workload, given))
+            given = Given(tokens, y, x, *timing, send, activations == "token-sharded", keep_inputs)
+            forward, backward = block_passes(self.workload, self.length, given)
+            self._passes[key] = (forward, backward, ends_pass(self.workload, given))
         return self._passes[key]
 
     def shard(self, y: int, x: int) -> Shard:
@@ -99,7 +101,23 @@ class Prices:
 
     def memory(self, layout: Layout, tokens: float) -> Memory:
         shard = self.shard(layout.y, layout.x)
-        return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes, self.length)
+        return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes, self.optimizer)
+
+    def optimizer_time(self, layout: Layout) -> OptimizerTime:
+        """The optimizer's step, clipping included."""
+        key = (layout.z, layout.y, layout.x, layout.data if self.schedule.optimizer_over_data else 1)
+        if key not in self._optimizer_times:
+            w, shard, device = self.workload, self.shard(layout.y, layout.x), self.cluster.device
+            stored = (w.layers * shard.block + shard.outside) / (layout.z * key[-1])
+            if self.optimizer == "adamw":
+                seconds = memory_s(optimizer_bytes(self.schedule.elementwise) * stored, device)
+                self._optimizer_times[key] = OptimizerTime(seconds, dict.fromkeys(AXES, 0.0))
+            else:
+                by_muon = w.layers * shard.matrices / layout.z
+                moved = optimizer_bytes(self.schedule.elementwise) * (stored - by_muon) + CLIP_BYTES * by_muon
+                muon = muon_time(w, layout, device, self.kernels, self.collective_s)
+                self._optimizer_times[key] = muon._replace(compute_s=muon.compute_s + memory_s(moved, device))
+        return self._optimizer_times[key]
 
     def tokens_at_once(self, layout: Layout, global_batch_sequences: int) -> float:
         """Tokens of one rank's micro-batch."""
@@ -114,8 +132,9 @@ def estimate(
     length: int,
     schedule: Schedule = FOURFOLD,
     kernels: Kernels | None = None,
+    optimizer: Optimizer = "adamw",
 ) -> Estimate:
-    """What one step of this layout would take, and hold.
+    """Time and memory of one step of this layout.
 
     Example:
         >>> from fourfold.planner.inputs.cluster import preset
@@ -125,15 +144,15 @@ def estimate(
         >>> alone.step_s < wide.step_s  # eight sequences leave enough work to hide the weights of 8B
         True
     """
-    prices = Prices(workload, cluster, length, schedule, kernels)
+    prices = Prices(workload, cluster, length, schedule, kernels, optimizer)
     return estimate_with(prices, layout, global_batch_sequences)
 
 
 def estimate_with(
     prices: Prices, layout: Layout, global_batch_sequences: int, peak: Memory | None = None
 ) -> Estimate:
-    """The same, of a search that keeps its prices, and has looked at the memory."""
-    w, schedule, device = prices.workload, prices.schedule, prices.cluster.device
+    """The same for a search that keeps its prices and has computed the memory."""
+    w, device = prices.workload, prices.cluster.device
     tokens = prices.tokens_at_once(layout, global_batch_sequences)
     forward, backward, ends = prices.passes(
         tokens, layout.y, layout.x, layout.activations, layout.keep_inputs
@@ -144,15 +163,14 @@ def estimate_with(
     weights = _weights(prices, layout, shard, forward, backward, recomputed)
 
     m, blocks = layout.micro_batches, w.layers
-    optimizer_ranks = layout.z * (layout.data if schedule.optimizer_over_data else 1)
-    stored = (blocks * shard.block + shard.outside) / optimizer_ranks
+    optimizer = prices.optimizer_time(layout)
     compute_s = {
         "matmul": m * (blocks * (forward.matmul_s + backward.matmul_s) + ends.matmul_s),
         "attention": m * blocks * (forward.attention_s + backward.attention_s),
         "element-wise": m * (blocks * (forward.elementwise_s + backward.elementwise_s) + ends.elementwise_s)
         + _copies_s(prices, layout, shard),
         "recomputation": m * blocks * again.compute_s if again else 0.0,
-        "optimizer": memory_s(optimizer_bytes(schedule.elementwise) * stored, device),
+        "optimizer": optimizer.compute_s,
     }
     passes = [(blocks, forward), (blocks, backward), (1, ends), *([(blocks, again)] if again else [])]
     link_s = {
@@ -167,6 +185,9 @@ def estimate_with(
         "z": weights.exposed_z_s,
         "data": weights.exposed_data_s,
     }
+    for axis, sent_s in optimizer.link_s.items():  # nothing hides it
+        link_s[axis] += sent_s
+        exposed_s[axis] += sent_s
     step_s = sum(compute_s.values()) + sum(exposed_s.values())
     all_tokens = float(global_batch_sequences) * prices.length
     mfu, hfu = utilisation(w, layout, device, all_tokens, prices.length, step_s)
@@ -177,7 +198,7 @@ def estimate_with(
 def utilisation(
     workload: Workload | None, layout: Layout, device: Device, tokens: float, length: int, step_s: float
 ) -> tuple[float | None, float | None]:
-    """(MFU, HFU) of a step of so many tokens; None where the device's peak, or the model's FLOPs, are not known."""
+    """(MFU, HFU) of a step of N tokens; None where the device's peak, or the model's FLOPs, are not known."""
     if workload is None or device.spec_tflops is None:
         return None, None
     possible = step_s * layout.ranks * device.spec_tflops * 1e12
@@ -246,19 +267,19 @@ def _weights(
     link_z += sends * (blocks * t.scatter_s + t.outside_scatter_s)
     link_data = sends * (blocks * t.data_s + t.outside_data_s)
 
-    behind_forward_s = _hides_behind_s(prices, layout, forward)
-    behind_backward_s = _hides_behind_s(prices, layout, backward)
+    overlap_forward_s = _overlap_s(prices, layout, forward)
+    overlap_backward_s = _overlap_s(prices, layout, backward)
     if recomputed:
-        behind_backward_s += behind_forward_s
+        overlap_backward_s += overlap_forward_s
 
     def shows(compute_s: float, communication_s: float) -> float:
         return together_s(compute_s, communication_s, slowdown) - compute_s if communication_s else 0.0
 
-    # Forward: every block's gather but the first behind the block before it.
+    # Forward: every block's gather but the first overlaps the block before it.
     if schedule.gathers_ahead:
-        # The embedding's shows, too; the head's goes behind the last blocks.
+        # The embedding's is exposed, too; the head's overlaps the last blocks.
         first_s = t.gather_s / t.calls + t.outside_gather_s / 2
-        exposed_z = m * ((blocks - 1) * shows(behind_forward_s, t.gather_s) + first_s)
+        exposed_z = m * ((blocks - 1) * shows(overlap_forward_s, t.gather_s) + first_s)
     else:
         exposed_z = m * (blocks * t.gather_s + t.outside_gather_s)
     exposed_data = 0.0 if schedule.hides_data else link_data
@@ -268,14 +289,14 @@ def _weights(
         alone_s = again_s + scatter_s - hidden_s
         data_s *= schedule.hides_data
         if _share_links(prices, layout):
-            shown_s = shows(behind_backward_s, hidden_s + data_s)
+            shown_s = shows(overlap_backward_s, hidden_s + data_s)
             of_data = data_s / (hidden_s + data_s) if data_s else 0.0
         else:
-            shown_s = shows(behind_backward_s, max(hidden_s, data_s))
+            shown_s = shows(overlap_backward_s, max(hidden_s, data_s))
             of_data = float(data_s > hidden_s)
         exposed_z += count * blocks * (alone_s + shown_s * (1 - of_data))
         exposed_data += count * blocks * shown_s * of_data
-    # The last of a block, and what is outside, have nothing left to hide behind: the embedding comes last of all.
+    # The last of a block, and what is outside, have nothing left to overlap with: the embedding comes last.
     exposed_z += sends * (t.scatter_s / t.calls * schedule.hides_scatters + t.outside_scatter_s)
     exposed_data += sends * (t.data_s / t.calls + t.outside_data_s) * schedule.hides_data
     return _Weights(link_z, link_data, min(exposed_z, link_z), min(exposed_data, link_data))
@@ -286,13 +307,13 @@ def _leaves_node(prices: Prices, ranks: int, inner: int) -> bool:
 
 
 def _share_links(prices: Prices, layout: Layout) -> bool:
-    """Do z and data send over the same kind of link? Then they take turns; else they run side by side."""
+    """Do z and data send over the same kind of link? Then one follows the other; else they run in parallel."""
     inner = layout.y * layout.x
     return _leaves_node(prices, layout.z, inner) == _leaves_node(prices, layout.data, inner * layout.z)
 
 
-def _hides_behind_s(prices: Prices, layout: Layout, one: Pass) -> float:
-    """What of a pass the weights' traffic can go on behind: not an activation's over the same links."""
+def _overlap_s(prices: Prices, layout: Layout, one: Pass) -> float:
+    """The time of a pass that the weights' traffic can overlap: without activations' traffic on the same links."""
     inner = layout.y * layout.x
     weights_leave = _leaves_node(prices, max(layout.z, layout.data), inner)
     seconds = one.compute_s

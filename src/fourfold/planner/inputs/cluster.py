@@ -1,4 +1,4 @@
-"""A cluster in numbers: its devices, the links inside a node and between nodes, and the library that drives them.
+"""A cluster: its devices, the links inside a node and between nodes, and the library that drives them.
 
 Presets are in `clusters.json`, with their sources. What a preset lacks is filled with a stated default and listed in
 `Cluster.assumed`. A cluster of one's own is a TOML file; `calibrate` writes one.
@@ -25,7 +25,7 @@ class Device:
     best_tflops: float  # the fastest bf16 matmul that was measured on it
     memory_gib: float  # what is sold as 80 GB is 80 GiB
     memory_tbps: float
-    multiprocessors: int  # what tiles of a matmul are dealt out to
+    multiprocessors: int  # that share the tiles of a matmul
     spec_tflops: float | None = None  # dense bf16 of the data sheet; a device without one has no MFU
     launch_us: float = 7.0  # no kernel is shorter (meta-pytorch/autoparallel uses the same floor)
     memory_share: float = 0.85  # of memory_tbps that a large element-wise kernel reaches (Calculon: .90-.95)
@@ -67,8 +67,8 @@ class Library:
     in_flight: int = 1  # collectives of one group that are under way at a time; Gloo has two threads for each
 
 
-# Other libraries on the same machines. PCCL's idea: inside the node and between nodes apart, the latter by recursive
-# doubling. Gloo's figures are of the order seen between processes on one host; calibrate has the real ones.
+# Other libraries on the same machines. PCCL separates communication inside a node from that between nodes, which uses
+# recursive doubling. Gloo's values are of the order seen between processes on one host; calibrate measures real ones.
 LIBRARIES = {
     "nccl": Library(),
     "rccl": Library(name="rccl"),
@@ -110,7 +110,7 @@ class Cluster:
     assumed: tuple[str, ...] = ()  # fields that no source gave
 
     def with_library(self, **changes: Any) -> Cluster:
-        """The same machines under another library, or the same with other figures.
+        """The same machines with another library, or with other values of it.
 
         Example:
             >>> preset("frontier").with_library(name="pccl", algorithms=("ring", "hierarchical")).library.name
@@ -163,16 +163,17 @@ def _read_presets() -> list[dict[str, Any]]:
     return entries
 
 
-# -- from and to plain values -----------------------------------------------------------------------------------------
+# -- reading and writing ----------------------------------------------------------------------------------------------
 
 _SECTIONS: dict[str, type] = {"device": Device, "links": Links, "library": Library, "slowdown": Slowdown}
 
 
 def from_dict(values: dict[str, Any]) -> Cluster:
-    """A cluster from what a TOML or JSON file says; a word that is not known is refused with the nearest that is."""
+    """A cluster from what a TOML or JSON file says; an unknown key is rejected with the nearest known one."""
     _check_keys("a cluster file", values, ["name", "source", "assumed", *_SECTIONS, "measured"])
     measured = dict(values.get("measured", {}))
-    _check_keys("[measured]", measured, [f.name for f in dataclasses.fields(Measured)])
+    known = [f.name for f in dataclasses.fields(Measured)]
+    _check_keys("[measured]", measured, known, " If an older version wrote it, run fourfold calibrate again")
     parts: dict[str, Any] = {}
     for section, kind in _SECTIONS.items():
         given = dict(values.get(section, {}))
@@ -189,7 +190,7 @@ def from_dict(values: dict[str, Any]) -> Cluster:
         missing = [n for n in required if n not in given]
         if missing:
             raise ValueError(
-                f"[{section}] of cluster {values.get('name', '?')!r} lacks {len(missing)} of {len(required)} numbers: "
+                f"[{section}] of cluster {values.get('name', '?')!r} lacks {len(missing)} of {len(required)} values: "
                 f"{', '.join(missing)}; add them, or start from a preset ({', '.join(presets())})"
             )
         parts[section] = kind(**given)
@@ -243,12 +244,12 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
-def _check_keys(where: str, given: dict[str, Any], known: list[str]) -> None:
+def _check_keys(where: str, given: dict[str, Any], known: list[str], advice: str = "") -> None:
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1, cutoff=0.0)[0]
             raise ValueError(
-                f"{where} has {key!r}, which is none of its {len(known)} words; did you mean {near!r}?"
+                f"{where} has {key!r}, which is not one of its {len(known)} keys; did you mean {near!r}?{advice}"
             )
 
 

@@ -9,7 +9,7 @@ Activations = Literal["replicated", "token-sharded"]
 
 
 def undivided_axis(length: int, y: int, x: int) -> tuple[str, int] | None:
-    """The tensor axis, and its ranks, that does not divide a sequence, which so cannot be cut by its tokens; None if both do.
+    """The tensor axis, with its ranks, that does not divide a sequence, so that tokens cannot be sharded; None if both do.
 
     The tokens of every batch of a run have to divide, also of a last one with fewer sequences: so those of a sequence.
 
@@ -30,13 +30,11 @@ class Layout:
     x: int
     micro_batches: int = 1
     activation_checkpointing: Literal["none", "full"] = "none"
-    keep_bytes: int = 0  # of gathered weights that wait for backward instead of coming twice
+    keep_bytes: int = 0  # of gathered weights that are kept for backward instead of gathered twice
     weights: Literal["fsdp2", "streamed"] = "fsdp2"
-    # What is not cut by its features: on each rank of the other tensor axis, or cut over it by its tokens.
+    # Activations on the ranks of the second tensor axis: replicated, or sharded by tokens.
     activations: Activations = "replicated"
-    keep_inputs: bool = (
-        True  # with token-sharded activations: gathered inputs wait for backward instead of coming twice
-    )
+    keep_inputs: bool = True  # with token-sharded activations: gathered inputs are kept for backward instead of gathered twice
 
     @property
     def ranks(self) -> int:
@@ -67,7 +65,7 @@ class Layout:
 
     @property
     def extras(self) -> str:
-        """What is decided beside the grid, in words; nothing if nothing is."""
+        """The settings in addition to the grid, in words; empty if all are defaults."""
         words = []
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
@@ -86,7 +84,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What hides behind what, in which precision. The defaults are Fourfold's on CUDA but for fused
+    """What overlaps with what, in which precision. The defaults are Fourfold's on CUDA except for fused
     kernels, which it leaves to the model; others describe other software."""
 
     weight_bytes: int = 2  # an element of a gathered weight, and of an activation
@@ -97,18 +95,20 @@ class Schedule:
     )
     gathers_ahead: bool = True
     hides_scatters: bool = True
-    hides_data: bool = True  # the all-reduce over data goes on behind backward
-    hides_backward: bool = True  # the all-reduce of an input's gradient, behind the weight gradients
-    forward_chunks: int = 4  # at most; the all-reduce of one part of the tokens behind the matmul of the next
+    hides_data: bool = True  # the all-reduce over data overlaps backward
+    hides_backward: bool = True  # the all-reduce of an input's gradient overlaps the weight gradients
+    forward_chunks: int = (
+        4  # at most; the all-reduce of one part of the tokens overlaps the matmul of the next
+    )
     chunk_bytes: int = 16 * 2**20  # at least
     interleaves: bool = (
-        False  # the halves of a batch take turns: one computes while the other's all-reduce is in flight
+        False  # batch-split overlap: one half-batch computes while the other's all-reduce is in flight
     )
     attention: Literal["flash", "plain"] = "flash"
     cuts_tokens_over_x: bool = (
-        False  # sequence parallelism: norms and residuals are not done again on every x rank
+        False  # sequence parallelism: norms and residuals are not repeated on every x rank
     )
-    optimizer_over_data: bool = False  # ZeRO-1: the optimizer's states are cut over data as well
+    optimizer_over_data: bool = False  # ZeRO-1: the optimizer's states are sharded over data as well
     elementwise: Literal["fused", "eager"] = (
         "fused"  # one kernel for what is between matmuls, or one for each operator
     )

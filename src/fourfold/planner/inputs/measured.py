@@ -1,7 +1,7 @@
-"""What was measured on a cluster: collectives by size, matmuls by shape, and what else a step is made of.
+"""Measurements of a cluster: collectives by size, matmuls by shape, and the slowdown of both at once.
 
-`fourfold calibrate` writes these into a cluster's file, in `[measured]`. Where there is a measurement, it comes before any
-formula. Spreads are ranges between the quartiles over repetitions.
+`fourfold calibrate` writes these into a cluster's file, in `[measured]`. A measurement takes precedence over any
+formula. Spreads are interquartile ranges over repetitions.
 """
 
 from __future__ import annotations
@@ -62,13 +62,12 @@ class CollectiveTimes:
 
 @dataclass(frozen=True)
 class Together:
-    """How much longer each takes while the ranks of a position communicate and compute at the same time."""
+    """Slowdown of computation and of communication while the ranks of a position do both at once."""
 
     ranks: int
     inner_ranks: int
     compute: float
-    communication: float  # of what moves many bytes
-    latency: float = 1.0  # of what moves few: each hop waits until a core is free for it
+    communication: float
 
 
 @dataclass(frozen=True)
@@ -85,27 +84,14 @@ class MatmulTime:
 
 
 @dataclass(frozen=True)
-class PhaseCost:
-    """What a phase of the engine's step takes beside its matmuls and attention, fitted to a reference model's steps."""
-
-    phase: str
-    operator_us: float  # each operator: Python, autograd, dispatch
-    start_us: float  # each collective: to start it and to take it up again, without what is in flight
-    memory_gbps: float  # bytes read and written by operators that are neither matmul nor attention
-
-
-@dataclass(frozen=True)
 class Measured:
     """Everything that was measured; empty for a cluster that was not."""
 
     collectives: tuple[CollectiveTimes, ...] = ()
     together: tuple[Together, ...] = ()
     matmuls: tuple[MatmulTime, ...] = ()
-    phases: tuple[PhaseCost, ...] = ()
     attention_forward_tflops: float | None = None
     attention_backward_tflops: float | None = None
-    # Ranks to a core: 1, unless they share them. Operators' times here are those with all ranks at work.
-    crowding: float = 1.0
 
     def collective(self, kind: str, ranks: int, inner_ranks: int) -> CollectiveTimes | None:
         for times in self.collectives:
@@ -119,11 +105,8 @@ class Measured:
                 return together
         return None
 
-    def phase(self, name: str) -> PhaseCost | None:
-        return next((cost for cost in self.phases if cost.phase == name), None)
-
     def matmul_flops_per_s(self, m: float, n: float, k: float) -> float | None:
-        """The rate of the shapes nearest to this one that were measured, the nearer the more it counts.
+        """The rate of the nearest measured shapes, weighted by nearness.
 
         Shapes are as near as their sides' ratios are to one.
         """
@@ -148,7 +131,6 @@ _ROWS: dict[str, type] = {
     "collectives": CollectiveTimes,
     "together": Together,
     "matmuls": MatmulTime,
-    "phases": PhaseCost,
 }
 
 
@@ -162,7 +144,7 @@ def from_tables(values: dict[str, Any]) -> Measured:
             unknown = set(row) - set(known)
             if unknown:
                 raise ValueError(
-                    f"[[measured.{key}]] has {sorted(unknown)}, which is none of its {len(known)} words: {', '.join(known)}"
+                    f"[[measured.{key}]] has {sorted(unknown)}, which are not among its {len(known)} keys: {', '.join(known)}"
                 )
         given[key] = tuple(
             kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows

@@ -1,14 +1,14 @@
-"""What is to be trained: the sizes of a transformer, its parameters and its FLOPs, from a Hugging Face config."""
+"""The workload: sizes of a transformer, its parameters and FLOPs, from a Hugging Face config."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fourfold.untrusted_input import read_json
 
-# Families whose MLP has a gate (three matrices) and those that have none (two); what is unknown is refused.
+# Families whose MLP has a gate (three matrices) and those that have none (two); others are rejected.
 _GATED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "phi3",
     "granite", "cohere", "cohere2", "stablelm", "smollm3", "glm", "glm4", "helium", "ernie4_5", "seed_oss",
@@ -19,10 +19,9 @@ _UNGATED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "starc
 # Families that multiply q, k and v in one matrix, and those whose norms of q and k look at all heads of a rank.
 _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "bloom", "mpt", "persimmon", "falcon")
 _NORMS_ALL_HEADS = ("olmo2", "olmo3")
-# Families whose positions are not in q and k, and those whose attention is given slopes (ALiBi).
+# Families whose positions are not in q and k.
 _NOT_ROTATED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt", "bloom", "mpt")
-_SLOPES = ("bloom", "mpt", "falcon")
-# The same thing in the words of several families.
+# The names of each size in several families.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
@@ -31,8 +30,8 @@ _NAMES = {
     "positions": ("n_positions",),
     "activation": ("hidden_act", "activation_function", "hidden_activation"),
 }
-# Of an MLP without a gate: what its activation function took and gave. Where PyTorch has no operator of its own for it,
-# autograd keeps what is between; a function that finds its gradient from its result does not keep what it took.
+# Tensors that autograd keeps of an MLP without a gate: by default the input and output of its activation function. Where
+# PyTorch has no single operator for it, also what is between; a function whose gradient needs only its result keeps one.
 _COPIES = {"relu": 1, "relu2": 3, "gelu_new": 5, "gelu_fast": 7}
 
 
@@ -57,14 +56,11 @@ class Workload:
     fused_qkv: bool = False  # q, k and v are one matrix
     norms_all_heads: bool = False  # q and k have norms over the heads of a rank together
     rotates: bool = True  # positions are in q and k, which are made anew by it
-    by_sample_and_head: bool = (
-        False  # attention is given slopes, of which a y rank's samples have no part of their own
-    )
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"{self.name}: num_attention_heads={self.heads} is no multiple of num_key_value_heads={self.kv_heads}; "
+                f"{self.name}: num_attention_heads={self.heads} is not a multiple of num_key_value_heads={self.kv_heads}; "
                 "correct the config"
             )
 
@@ -116,18 +112,11 @@ class Workload:
         outside = self.table * (1 if self.tied else 2) + self.positions * self.hidden
         return self.layers * self.block_parameters + outside + self.hidden * (2 if self.bias else 1)
 
-    def cuts_heads(self, parts: int) -> bool:
-        """Can attention's heads be cut into so many, whole key/value heads each? (`parallel/sequence_roles.py`)"""
+    def divides_heads(self, parts: int) -> bool:
+        """Can attention be sharded into this many parts with whole heads each? (`parallel/sequence_roles.py`)"""
         if self.heads % parts or self.norms_all_heads:
             return False
         return self.kv_heads % parts == 0 or (parts % self.kv_heads == 0 and not self.fused_qkv)
-
-    def core_over_y(self, y: int, x: int, samples: float | None) -> Literal["heads", "samples", "whole"]:
-        """What of attention's core y ranks share out where activations are token-sharded; samples of any number divide."""
-        if self.cuts_heads(y * x):
-            return "heads"
-        uneven = samples is not None and samples % y != 0
-        return "whole" if uneven or self.by_sample_and_head else "samples"
 
     # -- work ----------------------------------------------------------------------------------------------------
 
@@ -147,7 +136,7 @@ class Workload:
     def hardware_flops(self, tokens: float, length: int, *, recomputed: bool) -> float:
         """The same with the forward of the blocks that recomputation does again: what HFU counts.
 
-        Work that ranks along y do twice (attention's core) is in neither: it serves nobody.
+        Work that ranks along y repeat (attention's core) is in neither.
         """
         again = tokens * self.layers * self.block_forward_flops_per_token(length) if recomputed else 0.0
         return self.model_flops(tokens, length) + again
@@ -198,7 +187,6 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         fused_qkv=family in _FUSED_QKV,
         norms_all_heads=family in _NORMS_ALL_HEADS,
         rotates=family not in _NOT_ROTATED,
-        by_sample_and_head=family in _SLOPES,
     )
 
 
@@ -223,7 +211,7 @@ def _check_family(family: str, config: dict[str, Any]) -> None:
         )
     if family not in _GATED and family not in _UNGATED:
         raise ValueError(
-            f"model_type {family!r} is none of the {len(_GATED) + len(_UNGATED)} families whose block the planner knows; "
+            f"model_type {family!r} is not one of the {len(_GATED) + len(_UNGATED)} families whose block the planner knows; "
             "give the model_type of the nearest one ('llama' for a gated MLP, 'gpt2' for a plain one), or a Workload"
         )
 

@@ -1,6 +1,6 @@
-"""Parts of the pages that Fourfold writes: the frame and its style, bars, curves, tiles, tables.
+"""Parts of Fourfold's HTML reports: the document and its style, bars, curves, tiles, tables.
 
-A page stands alone: no script, nothing from a network. Every shape tells its figures when pointed at.
+A report is self-contained: no script, nothing from a network. Every shape shows its values on hover.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def keys(colours: Mapping[str, str]) -> str:
 
 
 def tiles(figures: Mapping[str, str]) -> str:
-    """The figures that matter most, large."""
+    """The main metrics, large."""
     cells = "".join(
         f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in figures.items()
     )
@@ -116,12 +116,12 @@ def for_any_screen(draw: Callable[[int], str], wide: int = 1040, narrow: int = 4
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in the order of their steps; a figure that is no number is left out."""
+    """Points in the order of their steps; NaN and Inf are left out."""
 
     name: str
     colour: str
     points: Sequence[tuple[float, float]]
-    is_faint: bool = False  # the single steps behind their mean
+    is_faint: bool = False  # single steps in the background of their mean
     has_dots: bool = False
 
 
@@ -137,7 +137,7 @@ def curves(
     drawn = [(c, thinned([p for p in c.points if math.isfinite(p[1])])) for c in given]
     drawn = [(c, points) for c, points in drawn if points]
     if not drawn:
-        return "<p class=note>No figures.</p>"
+        return "<p class=note>No metrics.</p>"
     steps = [x for _, points in drawn for x, _ in points]
     values = [y for _, points in drawn for _, y in points]
     ticks = nice_ticks(0.0 if from_zero else min(values), max(values))
@@ -180,7 +180,7 @@ def _hovers(
     top: float,
     bottom: float,
 ) -> list[str]:
-    """Columns that tell the figures near them when pointed at."""
+    """Columns that show the values near them on hover."""
     steps = sorted({x for _, points in drawn for x, _ in points})
     steps = steps[:: math.ceil(len(steps) / _HOVERS)]
     wide = (at_x(steps[-1]) - at_x(steps[0])) / max(1, len(steps) - 1) or 8.0
@@ -196,7 +196,7 @@ def _hovers(
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most so many points: means of neighbours, with the first and the last as they are."""
+    """At most `_POINTS` points: means of neighbours, with the first and the last unchanged."""
     if len(points) <= _POINTS:
         return list(points)
     size = math.ceil(len(points) / _POINTS)

@@ -1,4 +1,4 @@
-"""A run held against its prediction: where they differ most, and which number of the cluster file would explain it."""
+"""A run compared with its prediction: where they differ most, and which value of the cluster file would explain it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fourfold.mesh.axes import AXES
 from fourfold.planner.cost.compute import Kernels
-from fourfold.planner.dry_run_estimate import DryRunEstimate, play, target_of
+from fourfold.planner.dry_run_estimate import DryRunEstimate, simulate_step, target_of
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.perturb import changed, value_of
@@ -24,7 +24,7 @@ from fourfold.planner.show.tables import seconds, signed
 from fourfold.planner.workers import estimate_by_dry_run
 
 _FURTHEST = 64.0  # times more or less than the cluster file says is looked at
-_SHOWN = 0.01  # of the step: what is smaller is no gap to explain
+_SHOWN = 0.01  # of the step: smaller gaps are not explained
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A number of the cluster file, and what it would have to be."""
+    """A value of the cluster file, and what it would have to be."""
 
     parameter: str
     now: float
@@ -92,17 +92,17 @@ def read_run(path: str | Path) -> Run:
 
 def compare(run: Run, cluster: Cluster, kernels: Kernels | None = None) -> Comparison:
     """Predict the run on the cluster, by simulation over its dry run."""
-    rehearsal = estimate_by_dry_run(
+    dry_run = estimate_by_dry_run(
         run.model, run.layout, run.sequences, run.length, target_of(cluster), precision=run.precision
     )
-    return compare_estimate(run, rehearsal, cluster, kernels)
+    return compare_estimate(run, dry_run, cluster, kernels)
 
 
 def compare_estimate(
-    run: Run, rehearsal: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None
+    run: Run, dry_run: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None
 ) -> Comparison:
     def predict(machines: Cluster) -> dict[str, float]:
-        return parts_of(rehearsal, machines, kernels)
+        return parts_of(dry_run, machines, kernels)
 
     predicted = predict(cluster)
     worst = max(predicted, key=lambda part: abs(run.parts_s[part] - predicted[part]))
@@ -118,9 +118,9 @@ def compare_estimate(
     return Comparison(run, cluster, sum(predicted.values()), predicted, worst, tuple(explanations))
 
 
-def parts_of(rehearsal: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None) -> dict[str, float]:
+def parts_of(dry_run: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None) -> dict[str, float]:
     """Seconds that add up to the step: computation, and what shows of each axis."""
-    step, _ = play(rehearsal, cluster, kernels)
+    step, _ = simulate_step(dry_run, cluster, kernels)
     return {
         "compute": step.compute_s,
         **{f"exposed {axis}": step.exposed_s.get(axis, 0.0) for axis in reversed(AXES)},
@@ -131,7 +131,7 @@ def parts_of(rehearsal: DryRunEstimate, cluster: Cluster, kernels: Kernels | Non
 
 
 def _parameters(cluster: Cluster, part: str) -> list[tuple[str, Callable[[float], Cluster]]]:
-    """Numbers that a part depends on, each with the cluster in which it is so many times what it is."""
+    """Numbers that a part depends on, each with the cluster in which it is multiplied by a factor."""
     names = ["best_tflops", "memory_tbps", "launch_us"]
     if part != "compute":
         names = ["node_gbps", "device_gbps", "base_us", "net_hop_us"]

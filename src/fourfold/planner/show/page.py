@@ -1,6 +1,6 @@
-"""A plan as one page to look at: step times by component, memory against the limit, the map of the search space.
+"""A plan as an HTML report: step times by component, memory against the limit, the map of the search space.
 
-The page stands alone: no script, nothing from a network. Every shape tells its figures when pointed at.
+The report is self-contained: no script, nothing from a network. Every shape shows its values on hover.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def write_page(
             )
         ),
         "<h2>The search space</h2>",
-        "<p class=note>The best step of all layouts with so many tensor ranks (x y) and ranks over z; darker is faster, the "
-        "figure is times the best step, a cross is where nothing fits or divides.</p>",
+        "<p class=note>The best step of all layouts for each number of tensor ranks (x y) and of ranks over z; darker is faster, the "
+        "value is relative to the best step, a cross means that nothing fits or divides.</p>",
         _map(plan),
     ]
     if timeline is not None:
@@ -128,11 +128,11 @@ def _map(plan: Plan) -> str:
 
 
 def _timeline(step: Simulated) -> str:
-    """The whole step, and a part of it in its middle from near."""
+    """The whole step, and its middle zoomed."""
     middle_s, part_s = step.step_s / 2, step.step_s / _ZOOM
     return (
         _tracks(step.spans, 0.0, step.step_s)
-        + f"<p class=note>From near: {seconds(part_s)} in the middle of it.</p>"
+        + f"<p class=note>Zoomed: {seconds(part_s)} in the middle of it.</p>"
         + _tracks(step.spans, middle_s - part_s / 2, middle_s + part_s / 2)
     )
 

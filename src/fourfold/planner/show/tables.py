@@ -1,4 +1,4 @@
-"""A plan for reading: the ranked table, why one layout beats another, what y is worth, what a budget of tokens takes."""
+"""A plan as text: the ranked table, why one layout beats another, the speedup of y, the cost of a budget of tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def show_plan(plan: Plan, cluster: Cluster, title: str, rows: int = 10, width: i
 
 
 def headings(plan: Plan, is_wide: bool, with_simulated: bool) -> list[str]:
-    """Of the columns of `row_of`, with a place before them."""
+    """Headings of the columns of `row_of`, after one for the rank."""
     both = ["step", "by formula"] if with_simulated else ["step"]
     if is_wide:
         return ["", "layout (data, z, y, x)", *both, "tokens/s", "MFU", "HFU", "memory / limit", "exposed x, y, z, data",
@@ -108,7 +108,7 @@ def components(estimate: Estimate) -> dict[str, float]:
 
 
 def y_speedup(plan: Plan) -> str:
-    """What the second tensor axis gains, or that it gains nothing."""
+    """The speedup of the second tensor axis, if any."""
     best, without = plan.best, plan.best_without_y()
     if without is None:
         return f"No layout with y = 1 can run; the best has y = {best.layout.y}."
@@ -124,7 +124,7 @@ def y_speedup(plan: Plan) -> str:
 
 
 def sequence_parallel_speedup(plan: Plan) -> str:
-    """What cutting activations by their tokens gains, or that it gains nothing; nothing to say where only one was looked at."""
+    """The speedup of token-sharded activations, if any; empty where only one kind was tried."""
     best = plan.best
     other = next((e for e in plan.ranked if e.layout.by_tokens != best.layout.by_tokens), None)
     if other is None:
@@ -146,7 +146,9 @@ def rate_that_hides(
 
     def exposed_share(factor: float) -> float:
         cluster = changed(changed(prices.cluster, "node_gbps", factor), "device_gbps", factor)
-        again = Prices(prices.workload, cluster, prices.length, prices.schedule, prices.kernels)
+        again = Prices(
+            prices.workload, cluster, prices.length, prices.schedule, prices.kernels, prices.optimizer
+        )
         estimate = estimate_with(again, layout.layout, global_batch_sequences)
         return sum(estimate.exposed_s.values()) / estimate.step_s
 
@@ -164,7 +166,7 @@ def rate_that_hides(
 def budget(
     estimate: Estimate, tokens: float, *, price_per_hour: float | None = None, watts: float | None = None
 ) -> str:
-    """What so many tokens take: time, and money and energy where a device's are given."""
+    """What N tokens take: time, and money and energy where a device's are given."""
     hours = tokens / estimate.tokens_per_s / 3600
     device_hours = hours * estimate.layout.ranks
     words = [f"{tokens:.3g} tokens take {hours:,.1f} hours, {device_hours:,.0f} device hours"]
@@ -179,11 +181,11 @@ def _kind_of(reason: str) -> str:
     if reason.startswith("needs"):
         return "too large for the memory"
     if reason.startswith("the dry run"):
-        return "refused by the dry run"
+        return "rejected by the dry run"
     what, _, whom = reason.partition(" does not divide ")
     if not whom:
-        what, _, whom = reason.partition(" is no multiple of ")
-        return f"{what.split('=')[0]} is no multiple of {whom.split('=')[0]}"
+        what, _, whom = reason.partition(" is not a multiple of ")
+        return f"{what.split('=')[0]} is not a multiple of {whom.split('=')[0]}"
     return f"{what.split('=')[0]} does not divide {whom.split('=')[0].split(' of ')[0]}"
 
 
