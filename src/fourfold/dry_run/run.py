@@ -202,7 +202,7 @@ class _Step:
             options: dict[str, Any] = {"lr": 1e-4, "foreach": grid.target == "cuda"}  # torch's own choice
             if optimizer == "muon":
                 matrices, others = split_matrices(model)
-                groups = [{"params": matrices, "muon": True}, {"params": others}]
+                groups: list[dict[str, Any]] = [{"params": matrices, "muon": True}, {"params": others}]
                 self.optimizer: torch.optim.Optimizer = ShardedMuon(groups, model, report, **options)
             else:
                 self.optimizer = sharded_optimizer(torch.optim.AdamW)(model.parameters(), **options)
