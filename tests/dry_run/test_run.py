@@ -1,4 +1,4 @@
-"""The dry run is the real thing: the same collectives, the same memory, the same errors, at any size."""
+"""The dry run equals the real run: the same collectives, the same memory, the same errors, at any size."""
 
 import json
 from collections import Counter
@@ -38,7 +38,7 @@ def config(**changes) -> LlamaConfig:
         pytest.param((1, 1, 2, 4), "fsdp2", "fp32", "token-sharded", marks=pytest.mark.nightly),
     ],
 )
-def test_it_is_the_real_thing(pool, shape, weights, precision, activations):
+def test_dry_run_equals_the_real_run(pool, shape, weights, precision, activations):
     same, off = benchmark.compare(pool, shape, weights, precision, activations)
     assert same
     assert abs(off) <= benchmark.MEMORY_BAR
@@ -55,7 +55,7 @@ def test_it_is_the_real_thing(pool, shape, weights, precision, activations):
         pytest.param("full", "token-sharded", "fsdp2", marks=pytest.mark.nightly),
     ],
 )
-def test_like_blocks_need_not_be_traced_one_by_one(weights, checkpointing, activations):
+def test_expanded_trace_equals_the_trace_of_every_block(weights, checkpointing, activations):
     def run(every_block: bool):
         return dryrun(
             config(num_hidden_layers=7),
@@ -120,7 +120,7 @@ def test_each_wait_is_for_a_collective_that_started():
         ((1, 1, 1, 2), 0, "global batch"),
     ],
 )
-def test_what_the_real_start_would_refuse_is_refused(shape, sequences, words):
+def test_a_dry_run_raises_the_errors_of_the_real_start(shape, sequences, words):
     with pytest.raises(ValueError, match=words):
         dryrun(config(), shape, sequences=sequences, length=32)
 
@@ -157,7 +157,7 @@ def test_the_command_says_what_was_decided_and_what_has_no_effect(tmp_path, caps
     assert "Overlap(keep_bytes=5) has no effect with fsdp2 weights" in found["idle"][1]
 
 
-def test_code_that_asks_for_a_number_is_named():
+def test_code_that_reads_a_tensor_value_is_named():
     """OPT draws whether to leave a layer out."""
     sizes = {
         "hidden_size": 32,
@@ -176,13 +176,13 @@ def test_a_config_that_is_not_there_is_named_at_once(tmp_path):
         dryrun(tmp_path / "none.json", (1, 1, 1, 1), sequences=1, length=8)
 
 
-def test_a_process_that_is_a_rank_is_told_so(pool):
-    for rank, said in enumerate(pool.run(refused_on_a_rank, 2)):
+def test_a_process_that_is_a_rank_is_rejected(pool):
+    for rank, said in enumerate(pool.run(dry_run_error_on_a_rank, 2)):
         assert f"rank {rank} of 2 already" in said
         assert "another process" in said
 
 
-def refused_on_a_rank() -> str:
+def dry_run_error_on_a_rank() -> str:
     try:
         dryrun(config(), (1, 1, 1, 2), sequences=2, length=8)
     except ValueError as error:

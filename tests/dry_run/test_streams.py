@@ -25,7 +25,7 @@ def words(event):
     return (event.axis, event.kind, event.purpose, event.module)
 
 
-def test_nothing_is_lost_and_nothing_waits_for_what_did_not_start(events):
+def test_no_event_is_lost_and_no_wait_comes_before_its_start(events):
     moved = on_streams(events)
     assert len(moved) == len(events)
     assert [e for e in moved if isinstance(e, Operation)] == [e for e in events if isinstance(e, Operation)]
@@ -62,7 +62,7 @@ def test_a_gather_of_backward_is_waited_for_by_the_block_that_it_is_for(events):
         assert moved[wait - 1] is before[-1]
 
 
-def test_gradients_go_on_behind_backward(events):
+def test_gradient_collectives_overlap_backward(events):
     moved = on_streams(events)
     for axis, kind in (("z", "reduce_scatter"), ("data", "all_reduce")):
         starts = [

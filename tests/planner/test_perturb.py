@@ -1,4 +1,4 @@
-"""A number of a cluster that is changed changes predictions, also where measurements come before formulas."""
+"""Changing a value of a cluster changes predictions, also where measurements take precedence over formulas."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", list(SECTIONS))
-def test_each_number_changes_what_it_is_about_on_a_calibrated_cluster(name):
+def test_each_value_changes_what_depends_on_it_on_a_calibrated_cluster(name):
     before, after = times(MEASURED), times(changed(MEASURED, name, 2.0))
     moved = {what for what in before if after[what] != pytest.approx(before[what], rel=1e-4)}
     assert moved == CHANGES[name]

@@ -1,4 +1,4 @@
-"""`fourfold.plan`: the formulas choose, the simulation over dry runs decides."""
+"""`fourfold.plan`: formulas select the candidates, the simulation over dry runs ranks them."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def found():
     return ff.plan(CONFIG, "dgx-h100", 4, sequences=8, length=32, simulate=3, quiet=True)
 
 
-def test_the_first_are_simulated_and_ranked_by_it(found):
+def test_the_first_layouts_are_simulated_and_ranked_by_simulated_time(found):
     simulated = [e for e in found.ranked if e.is_simulated]
     assert found.ranked[: len(simulated)] == simulated
     assert len(simulated) >= 3
@@ -42,13 +42,13 @@ def test_the_first_are_simulated_and_ranked_by_it(found):
     assert not any(e.is_simulated for e in found.ranked[len(simulated) :])
 
 
-def test_parts_of_a_simulated_step_make_the_step(found):
+def test_parts_of_a_simulated_step_add_up_to_the_step(found):
     for estimate in found.ranked:
         parts = sum(estimate.compute_s.values()) + sum(estimate.exposed_s.values())
         assert parts == pytest.approx(estimate.step_s, rel=1e-9)
 
 
-def test_memory_is_the_dry_runs(found):
+def test_memory_is_that_of_the_dry_run(found):
     layout = found.best.layout
     done = ff.dryrun(CONFIG, layout.grid, sequences=8, length=32, micro_batches=layout.micro_batches,
                      activation_checkpointing=layout.activation_checkpointing, weights=layout.weights,
@@ -69,7 +69,7 @@ def test_a_model_may_be_given_in_several_ways(kind, found):
         assert isinstance(model.lm_head, nn.Linear)  # it is as it was
 
 
-def test_what_does_not_fit_after_all_is_rejected_with_both_numbers(monkeypatch):
+def test_a_layout_that_does_not_fit_by_the_dry_run_is_rejected_with_both_values(monkeypatch):
     tight = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, memory_gib=0.01))
     real = planning.estimate_by_dry_run
 
@@ -113,7 +113,7 @@ def test_a_module_without_formulas_is_dry_run_on_every_grid():
     assert len(fewer.ranked) == 1
 
 
-def test_what_is_no_model_is_named():
+def test_an_argument_that_is_not_a_model_is_rejected():
     with pytest.raises(ValueError, match="int is not a model"):
         ff.plan(3, CLUSTER, 2, sequences=2, length=8)
 
@@ -165,7 +165,7 @@ def test_a_collective_lies_where_the_axes_inside_it_put_it(axis, inside, apart):
     assert seconds_of(start, apart) > 3 * seconds_of(start, inside)
 
 
-def test_faster_links_make_a_simulated_step_no_longer():
+def test_faster_links_shorten_a_simulated_step():
     dry_run = estimate_by_dry_run(CONFIG, Layout(1, 2, 1, 2), 4, 32, "cuda")
     slow = dataclasses.replace(
         CLUSTER, links=dataclasses.replace(CLUSTER.links, device_gbps=1.0, measured_gbps=())
@@ -176,7 +176,7 @@ def test_faster_links_make_a_simulated_step_no_longer():
 def test_dry_runs_in_processes_of_their_own_are_the_same():
     layouts = [Layout(1, 2, 1, 2), Layout(2, 1, 2, 1), Layout(1, 1, 1, 3)]
     given = [(CONFIG, layout, 4, 32, "cuda", "bf16", None) for layout in layouts]
-    *apart, refused = estimate_all(given)
-    assert "x=3 does not divide num_attention_heads=4" in str(refused)
+    *apart, rejected = estimate_all(given)
+    assert "x=3 does not divide num_attention_heads=4" in str(rejected)
     for one, done in zip(given, apart, strict=False):
         assert done.trace == estimate_by_dry_run(*one).trace

@@ -1,4 +1,4 @@
-"""The search finds what trying everything finds, and says why the rest is not there."""
+"""The search finds the same as exhaustive search, and gives the reason for every rejected layout."""
 
 import itertools
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_reasons_name_both_numbers():
     assert why_not_grid(SMALL, (1, 2, 2, 12), 64) is None  # more x than key/value heads: they are replicated
 
 
-def test_token_sharding_is_looked_at_or_left_away():
+def test_token_sharding_is_searched_or_left_out():
     both = search(LARGE, CLUSTER, 64, 128, 4096)
     assert {(e.layout.activations, e.layout.keep_inputs) for e in both.ranked} == {
         ("replicated", True), ("token-sharded", True), ("token-sharded", False)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Calibration: fits find what was planted, the file it writes is a cluster, and a slower link shows in it."""
+"""Calibration: fits recover injected values, the file is a cluster, and a slower link shows in it."""
 
 import dataclasses
 import os
@@ -34,7 +34,7 @@ def series_of(cluster, world):
     ]
 
 
-def planted(node_gbps=0.05):
+def injected(node_gbps=0.05):
     library = dataclasses.replace(
         LIBRARIES["gloo"],
         device_share=1.0,
@@ -50,8 +50,8 @@ def planted(node_gbps=0.05):
     return dataclasses.replace(preset("dgx-h100"), links=Links(2, 1.0, node_gbps), library=library)
 
 
-def test_links_that_obey_the_formulas_are_found_again():
-    cluster = planted()
+def test_links_that_follow_the_formulas_are_recovered():
+    cluster = injected()
     links, library, parameters = fit_links(series_of(cluster, 8), 2, LIBRARIES["gloo"])
     assert links.device_gbps == pytest.approx(1.0, rel=0.02)
     assert links.node_gbps == pytest.approx(0.05, rel=0.02)
@@ -73,15 +73,15 @@ def test_a_disturbed_payload_of_one_kind_does_not_change_the_rate(disturbed):
         )
         if times.kind == "all_gather"
         else times
-        for times in series_of(planted(), 8)
+        for times in series_of(injected(), 8)
     ]
     links, _, _ = fit_links(series, 2, LIBRARIES["gloo"])
     assert links.device_gbps == pytest.approx(1.0, rel=0.02)
     assert links.node_gbps == pytest.approx(0.05, rel=0.02)
 
 
-def test_a_measurement_off_the_formulas_is_told():
-    cluster = planted()
+def test_a_measurement_far_from_the_formulas_is_reported():
+    cluster = injected()
     series = series_of(cluster, 8)
     series[0] = dataclasses.replace(series[0], seconds=tuple(3 * s for s in series[0].seconds))
     told = collective_deviations(dataclasses.replace(cluster, measured=Measured(collectives=tuple(series))))
@@ -155,7 +155,7 @@ def test_the_command_needs_ranks(monkeypatch, capsys):
     assert not Path("cluster.toml").exists()
 
 
-def test_one_rank_is_no_cluster(monkeypatch):
+def test_one_rank_is_not_a_cluster(monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     with pytest.raises(ValueError, match="at least 2 ranks"):
         calibrate("one")

@@ -91,7 +91,7 @@ def test_token_sharded_collectives_and_flops_are_those_of_the_dry_run(config, sh
     assert flops["attention"] == 14 * workload.layers * tokens * length * workload.q_features / heads_over
 
 
-def test_what_comes_again_is_the_inputs_of_the_linears():
+def test_what_is_gathered_again_is_the_inputs_of_the_linears():
     """As in docs/decisions/0018: over x the inputs of q, k, v, of gate and up and of the head, over y those of o and down."""
     t, y, x, tokens = LLAMA, 2, 4, 4 * 2048
     kept, again = (estimate(LLAMA, Layout(1, 1, y, x, activations="token-sharded", keep_inputs=keep), bare(), 4, 2048)
@@ -115,7 +115,7 @@ def test_token_sharding_leaves_attention_and_elementwise_work_to_one_rank_of_y_a
 @pytest.mark.parametrize("shape", GRIDS)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_no_more_shows_than_there_is(shape, micro_batches, recompute):
+def test_exposed_time_is_at_most_link_time(shape, micro_batches, recompute):
     found = estimate(LLAMA, Layout(*shape, micro_batches, recompute), H100, 64, 2048)
     for axis in found.link_s:
         assert 0 <= found.exposed_s[axis] <= found.link_s[axis] * H100.slowdown.communication + 1e-12
@@ -123,14 +123,14 @@ def test_no_more_shows_than_there_is(shape, micro_batches, recompute):
     assert found.step_s > sum(found.compute_s.values()) or all(s == 0 for s in found.link_s.values())
 
 
-def test_attention_is_done_again_by_every_rank_of_y():
+def test_attention_is_repeated_by_every_rank_of_y():
     one = estimate(LLAMA, Layout(1, 1, 1, 2), H100, 4, 2048)
     two = estimate(LLAMA, Layout(1, 1, 4, 2), H100, 4, 2048)
     assert two.compute_s["attention"] == pytest.approx(one.compute_s["attention"])
     assert two.compute_s["matmul"] < 0.5 * one.compute_s["matmul"]
 
 
-def test_heads_are_cut_over_x():
+def test_heads_are_sharded_over_x():
     one = estimate(LLAMA, Layout(1, 1, 1, 1), H100, 4, 2048)
     two = estimate(LLAMA, Layout(1, 1, 1, 4), H100, 4, 2048)
     assert two.compute_s["attention"] == pytest.approx(one.compute_s["attention"] / 4)

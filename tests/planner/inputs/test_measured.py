@@ -1,4 +1,4 @@
-"""Measurements in a cluster's file: they come back as they went, and come before any formula."""
+"""Measurements in a cluster file: they round-trip, and take precedence over any formula."""
 
 import dataclasses
 import tomllib
@@ -21,14 +21,14 @@ MEASURED = Measured(
 CLUSTER = dataclasses.replace(preset("dgx-h100"), measured=MEASURED)
 
 
-def test_measurements_survive_a_file(tmp_path):
+def test_measurements_round_trip_through_a_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(CLUSTER))
     assert load(path) == CLUSTER
 
 
 @pytest.mark.parametrize("name", presets())
-def test_presets_hold_none(name):
+def test_presets_have_no_measurements(name):
     assert preset(name).measured == Measured()
     assert "[measured]" not in to_toml(preset(name))
 
@@ -43,7 +43,7 @@ def test_a_measured_collective_comes_before_the_formula():
 @pytest.mark.parametrize(
     ("kind", "ranks", "inner"), [("all_gather", 8, 1), ("all_reduce", 4, 1), ("all_reduce", 8, 8)]
 )
-def test_what_was_not_measured_is_reckoned(kind, ranks, inner):
+def test_a_collective_that_was_not_measured_uses_the_formulas(kind, ranks, inner):
     assert collective_s(kind, 1e6, ranks, inner, CLUSTER) == collective_s(
         kind, 1e6, ranks, inner, preset("dgx-h100")
     )
@@ -84,7 +84,7 @@ def test_without_measurements_an_operator_costs_what_the_formulas_say():
     assert operation_s(operation("memory", moved=1.0), plain) == plain.device.launch_us * 1e-6
 
 
-def test_mistakes_in_a_file_are_named():
+def test_mistakes_in_a_file_are_rejected():
     values = tomllib.loads(to_toml(CLUSTER))
     values["measured"]["collectives"][0]["secnds"] = [1.0]
     with pytest.raises(ValueError, match="secnds"):

@@ -106,6 +106,6 @@ def test_a_file_is_read(tmp_path):
         ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
     ],
 )
-def test_what_cannot_be_planned_is_named(change, words):
+def test_a_config_that_cannot_be_planned_is_rejected(change, words):
     with pytest.raises(ValueError, match=words):
         from_config({**SIZES, "model_type": "llama", "num_attention_heads": 8, **change})

@@ -1,4 +1,4 @@
-"""A run that was made up on one cluster, held against another: the number that differs is named."""
+"""A run simulated on one cluster, compared with another: the value that differs is named."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def run_on(dry_run, cluster) -> Run:
     ("section", "name", "factor"),
     [("links", "node_gbps", 0.5), ("device", "best_tflops", 0.6), ("device", "memory_tbps", 0.4)],
 )
-def test_a_planted_fault_is_named_with_its_value(dry_run, section, name, factor):
+def test_an_injected_fault_is_named_with_its_value(dry_run, section, name, factor):
     run = run_on(dry_run, changed(section, **{name: factor}))
     seen = compare_estimate(run, dry_run, CLUSTER)
     first = seen.explanations[0]
@@ -55,7 +55,7 @@ def test_a_run_as_predicted_has_nothing_to_explain(dry_run):
     assert "describes this run" in str(seen)
 
 
-def test_what_no_number_explains_is_said_to_be_so(dry_run):
+def test_a_gap_that_no_value_explains_is_reported(dry_run):
     run = run_on(dry_run, CLUSTER)
     stuck = dataclasses.replace(run, parts_s={**run.parts_s, "exposed y": run.step_s}, step_s=2 * run.step_s)
     seen = compare_estimate(stuck, dry_run, CLUSTER)  # y has one rank: no link of it can be slow
@@ -94,7 +94,7 @@ def test_a_real_run_can_be_saved_and_compared(pool, tmp_path):
     assert "worst gap" in str(compare(run, CLUSTER))
 
 
-def test_a_file_that_is_no_run_is_named(tmp_path):
+def test_a_file_that_is_not_a_run_is_rejected(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"model": {}, "length": 8}))
     with pytest.raises(ValueError, match="lacks 3 of 5 parts of a run: layout, sequences, measured"):
         read_run(tmp_path / "run.json")
