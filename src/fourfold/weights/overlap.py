@@ -9,8 +9,8 @@ from typing import Literal
 from torch import Tensor
 
 _MAX_CHUNKS = 4
-OF_STREAMED_WEIGHTS = ("prefetch", "bundle_bytes", "keep_bytes", "gradients", "in_flight_bytes")
-OF_TOKEN_SHARDED = ("keep_inputs",)
+STREAMED_OPTIONS = ("prefetch", "bundle_bytes", "keep_bytes", "gradients", "in_flight_bytes")
+TOKEN_SHARDED_OPTIONS = ("keep_inputs",)
 
 
 @dataclass(frozen=True)
