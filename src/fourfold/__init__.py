@@ -1,6 +1,6 @@
 """Fourfold: PyTorch-native 4D parallel training of Hugging Face models.
 
-Names are imported when they are first used: planning by formulas needs no torch, and torch takes seconds to import.
+Names are imported on first use, because importing torch takes seconds and the planner's formulas do not need it.
 """
 
 from importlib import import_module

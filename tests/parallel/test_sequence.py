@@ -1,4 +1,4 @@
-"""Token-sharded activations: exact, no byte more, and nothing kept or computed twice."""
+"""Token-sharded activations: exact results, no additional traffic, and each rank's share of memory and FLOPs."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
@@ -63,7 +62,7 @@ def train(shape: Shape, kind: str, options: dict[str, Any]) -> Errors:
         ("gemma2", (1, 1, 2, 2), {"weights": "streamed", "overlap": ff.Overlap.none()}),
     ],
 )
-def test_three_steps_are_those_of_one_process(
+def test_three_steps_match_one_process(
     pool: RankPool, kind: str, shape: Shape, options: dict[str, Any]
 ) -> None:
     ranks = shape[0] * shape[1] * shape[2] * shape[3]
@@ -78,7 +77,7 @@ def prepare(grid: Grid, kind: str, changes: dict[str, Any] | None = None, **opti
 
 
 def accumulate(shape: Shape, kind: str, changes: dict[str, Any]) -> tuple[str, ...]:
-    """Two micro-batches of other sizes, both forwards before the first backward; three samples do not divide over y."""
+    """Two micro-batches of different sizes, both forwards before the first backward; y does not divide three sequences."""
     grid = Grid.create(shape)
     model, report = prepare(grid, kind, changes, activation_checkpointing="full")
     stock = build(kind, **changes)
@@ -89,11 +88,11 @@ def accumulate(shape: Shape, kind: str, changes: dict[str, Any]) -> tuple[str, .
         losses.append(model(input_ids=ids, labels=labels, num_items_in_batch=20).loss)
     with ff.no_sync(model):
         losses[1].backward()
-    # Streamed weights know one backward for each forward: the second one anew.
+    # Streamed weights allow one backward for each forward, so run the second forward again.
     ids, labels = short
     model(input_ids=ids, labels=labels, num_items_in_batch=20).loss.backward()
     assert_shards_close(local_gradients(model), gradients(stock), report, grid)
-    # And the one that does not divide alone: its backward is the one that sends.
+    # The batch of three sequences on its own: its backward sends the gradients.
     ids, labels = long
     for trained in (stock, model):
         trained.zero_grad()
@@ -102,25 +101,25 @@ def accumulate(shape: Shape, kind: str, changes: dict[str, Any]) -> tuple[str, .
     return tuple(note for note in report.notes if "core" in note)
 
 
-def test_accumulated_gradients_and_batches_of_several_lengths(pool: RankPool) -> None:
+def test_accumulated_gradients_with_batches_of_different_lengths(pool: RankPool) -> None:
     assert pool.run(accumulate, 4, (1, 1, 2, 2), "llama", {})[0] == ()
 
 
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}
 
 
-# qwen3 has norms of queries and keys; gpt2 three biases in one; gpt_neox_japanese one of hidden features.
+# qwen3 has norms of queries and keys, gpt2 one bias for q, k and v, gpt_neox_japanese a bias of hidden features.
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gpt_neox_japanese"])
-def test_attention_is_cut_by_samples_where_heads_do_not_divide(pool: RankPool, kind: str) -> None:
+def test_attention_is_exact_where_heads_do_not_divide(pool: RankPool, kind: str) -> None:
     notes = pool.run(accumulate, 4, (1, 1, 2, 2), kind, SIX_HEADS)[0]
     assert len(notes) == 1
-    assert "by samples" in notes[0]
+    assert "computed on each of the 2 y ranks" in notes[0]
     assert "x*y=4" in notes[0]
     assert "6 heads" in notes[0]
 
 
 def flops(shape: Shape, changes: dict[str, Any], sequences: int) -> tuple[int, int]:
-    """Of a step, on this rank and in one process."""
+    """The FLOPs of a step, on this rank and in one process."""
     grid = Grid.create(shape)
     ids, labels = batch(sequences, 8)
     model, _ = prepare(grid, "llama", changes, overlap=ff.Overlap(interleave=False))
@@ -134,37 +133,16 @@ def flops(shape: Shape, changes: dict[str, Any], sequences: int) -> tuple[int, i
     return found[0], found[1]
 
 
-def test_ranks_together_compute_as_much_as_one_process(pool: RankPool) -> None:
-    """By heads, and by samples; of three samples each y rank works on all."""
-    for changes, sequences, factor in (({}, 4, 1), (SIX_HEADS, 4, 1), (SIX_HEADS, 3, 2)):
+def test_total_flops_equal_those_of_one_process(pool: RankPool) -> None:
+    """Where x*y does not divide the heads, attention's core alone is computed on each of the 2 y ranks."""
+    for changes, sequences, factor in (({}, 4, 1), (SIX_HEADS, 4, 2), (SIX_HEADS, 3, 2)):
         counts = pool.run(flops, 4, (1, 1, 2, 2), changes, sequences)
         attention = 2 * 12 * sequences * 8 * 8 * changes.get("hidden_size", 32)
         assert sum(mine for mine, _ in counts) == counts[0][1] + (factor - 1) * attention
 
 
-def cores(shape: Shape, sequences: int) -> list[tuple[int, ...]]:
-    """The shapes of queries that attention works on in one forward, with the default schedule."""
-    grid = Grid.create(shape)
-    model, _ = prepare(grid, "llama", SIX_HEADS)
-    found = []
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: found.append(tuple(args[0].shape)))
-    ids = batch(sequences, 8)[0]
-    model(input_ids=ids)
-    found.clear()
-    model(input_ids=ids)
-    return found
-
-
-def test_a_batch_is_not_halved_where_that_would_repeat_attention(pool: RankPool) -> None:
-    """Two samples are one for each y rank, and halves of them would be one for both."""
-    blocks = 2
-    assert pool.run(cores, 4, (1, 1, 2, 2), 2)[0] == blocks * [(1, 8, 24)]
-    assert pool.run(cores, 4, (1, 1, 2, 2), 4)[0] == 2 * blocks * [(1, 8, 24)]
-
-
-def own_loss(shape: Shape) -> None:
-    """A loss of one's own from the logits, and all logits, also of halves that took turns."""
+def loss_from_logits(shape: Shape) -> None:
+    """The loss from a rank's logits, and the full logits, also where two half-batches alternate."""
     grid = Grid.create(shape)
     model, _ = prepare(grid, "llama")
     stock = build("llama")
@@ -178,15 +156,15 @@ def own_loss(shape: Shape) -> None:
         every = ff.full_logits(logits, grid, vocab_size=VOCABULARY, batch=(4, 8))
         torch.testing.assert_close(every, right.logits, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        loss = model(input_ids=ids[:3], labels=labels[:3]).loss  # three sequences have no halves
+        loss = model(input_ids=ids[:3], labels=labels[:3]).loss  # three sequences cannot be split into halves
         torch.testing.assert_close(
             loss, stock(input_ids=ids[:3], labels=labels[:3]).loss, rtol=1e-5, atol=0.0
         )
 
 
-def test_logits_of_a_rank_are_those_of_its_tokens(pool: RankPool) -> None:
+def test_loss_and_full_logits_from_local_logits(pool: RankPool) -> None:
     for shape in ((1, 1, 2, 2), (1, 1, 1, 4)):
-        pool.run(own_loss, 4, shape)
+        pool.run(loss_from_logits, 4, shape)
 
 
 # -- traffic --------------------------------------------------------------------------------------------------------------
@@ -209,7 +187,7 @@ def sent_bytes(grid: Grid, kind: str, changes: dict[str, Any], **options: Any) -
 
 
 def count(shape: Shape, kind: str, changes: dict[str, Any]) -> list[dict[Any, Fraction]]:
-    """With replicated activations, with token-sharded ones, and with inputs that come twice."""
+    """With replicated activations, with token-sharded ones, and with inputs that are gathered again in backward."""
     grid = Grid.create(shape)
     return [
         sent_bytes(grid, kind, changes, activations="replicated"),
@@ -221,7 +199,7 @@ def count(shape: Shape, kind: str, changes: dict[str, Any]) -> list[dict[Any, Fr
 HEADS_OF_8 = {"num_attention_heads": 8, "hidden_size": 64}
 
 
-# Of eight heads each rank has one; of two key/value heads, four ranks have one.
+# Each rank has one of eight heads; four ranks share each of two key/value heads.
 @pytest.mark.parametrize(
     ("kind", "shape", "changes"),
     [
@@ -229,7 +207,7 @@ HEADS_OF_8 = {"num_attention_heads": 8, "hidden_size": 64}
         ("gpt2", (1, 1, 4, 2), HEADS_OF_8),
     ],
 )
-def test_no_byte_more_of_activations_is_sent(
+def test_token_sharding_sends_the_same_activation_bytes(
     pool: RankPool, kind: str, shape: Shape, changes: dict[str, Any]
 ) -> None:
     _, z, y, x = shape
@@ -247,7 +225,7 @@ def test_no_byte_more_of_activations_is_sent(
         assert {purpose for _, purpose in again} - usual == shared | {"regather"}
         tokens, h, f, blocks = 8 * 16 // z, 64, 64, 2
         if kind == "llama":
-            # A norm's weight is used for other tokens on each x rank: its gradient is summed, in a ring, once for both halves.
+            # A norm's weight is used for different tokens on each x rank: its gradient is summed, once for both half-batches.
             norms = 4 * (2 * blocks + 1) * 2 * Fraction(x - 1, x) * h / y
             for sent in (kept, again):
                 assert sent["x", "replica"] - replicated.get(("x", "replica"), 0) == norms
@@ -270,7 +248,7 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def saved_and_flops(shape: Shape, keep_inputs: bool) -> tuple[int, int]:
-    """Numbers that a block keeps for backward, each storage once, and the FLOPs of a step."""
+    """The elements that a block saves for backward, each storage once, and the FLOPs of a step."""
     grid = Grid.create(shape)
     model = small_llama()
     overlap = ff.Overlap(keep_inputs=keep_inputs, interleave=False)
@@ -294,18 +272,18 @@ def saved_and_flops(shape: Shape, keep_inputs: bool) -> tuple[int, int]:
     ids = torch.arange(B * S).reshape(B, S)
     with FlopCounterMode(display=False) as flops:
         model(input_ids=ids, labels=ids).loss.backward()
-    numbers = sum(t.untyped_storage().nbytes() // 4 for p, t in kept.items() if p not in elsewhere)
-    return numbers, flops.get_total_flops()
+    elements = sum(t.untyped_storage().nbytes() // 4 for p, t in kept.items() if p not in elsewhere)
+    return elements, flops.get_total_flops()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2, 4), (1, 1, 4, 2)])
-def test_a_block_keeps_and_computes_its_share(pool: RankPool, shape: Shape) -> None:
+def test_memory_and_flops_of_a_block(pool: RankPool, shape: Shape) -> None:
     _, _, y, x = shape
     tokens = B * S
-    # Two norms: their input, and that normalised. q, k, v and probabilities. Gate, silu(gate) and up.
+    # The input and the normalised input of two norms. q, k, v and probabilities. Gate, silu(gate) and up.
     saved = tokens * (4 * H + 3 * H + S * HEADS + 3 * F) // (x * y)
     saved += 2 * tokens // x  # the norms' statistics, on each y rank
-    # The inputs of q, k, v, of gate and up, of o and of down: whole over one axis, or cut over both.
+    # The inputs of q, k, v, of gate and up, of o and of down: unsharded over one axis, or sharded over both.
     kept = tokens * (2 * H // y + (H + F) // x)
     again = tokens * (2 * H + H + F) // (x * y)
     matmuls = 6 * tokens * (4 * H * H + 3 * H * F + H * VOCABULARY_OF_8) // (x * y)
@@ -338,7 +316,7 @@ def drop(shape: Shape) -> list[Tensor]:
     return masks
 
 
-def test_each_rank_drops_for_itself_and_the_same_when_recomputed(pool: RankPool) -> None:
+def test_dropout_masks_differ_by_rank_and_repeat_when_recomputed(pool: RankPool) -> None:
     masks = pool.run(drop, 4, (1, 1, 2, 2))
     for mine, again in masks:
         assert torch.equal(mine, again)
@@ -347,7 +325,7 @@ def test_each_rank_drops_for_itself_and_the_same_when_recomputed(pool: RankPool)
 
 
 def attention_masks(shape: Shape, kv_heads: int) -> list[Tensor]:
-    """What dropout left of the attention of each block."""
+    """The dropout masks of the attention probabilities of each block."""
     grid = Grid.create(shape)
     changes = {"attention_dropout": 0.5, "attn_implementation": "eager", "num_key_value_heads": kv_heads}
     model, _ = prepare(grid, "llama", changes)
@@ -358,45 +336,45 @@ def attention_masks(shape: Shape, kv_heads: int) -> list[Tensor]:
     return found
 
 
-# Of four heads each rank has one, with a key/value head for itself, with its y neighbour, or with all.
+# Each rank has one of four heads, with a key/value head of its own, shared with its y neighbour, or shared by all.
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_other_heads_are_dropped_otherwise(pool: RankPool, kv_heads: int) -> None:
+def test_dropout_masks_differ_by_head(pool: RankPool, kv_heads: int) -> None:
     masks = [blocks[0] for blocks in pool.run(attention_masks, 4, (1, 1, 2, 2), kv_heads)]
     assert all(not torch.equal(masks[i], masks[j]) for i in range(4) for j in range(i))
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------
 
 
-def refusals(shape: Shape) -> list[str]:
+def unsupported_requests(shape: Shape) -> list[str]:
     grid = Grid.create(shape)
     model, _ = prepare(grid, "llama")
     ids, _ = batch(1, 12)
     attempts: list[Any] = [
         lambda: model(input_ids=ids[:, :11]),
-        lambda: model(input_ids=ids, logits_to_keep=6),  # as many as an x rank has
+        lambda: model(input_ids=ids, logits_to_keep=6),  # the number of tokens of an x rank
     ]
     sliced, _ = prepare(grid, "llama")
     sliced.lm_head.register_forward_pre_hook(lambda _, args: (args[0][:, -1:],))
     attempts.append(lambda: sliced(input_ids=ids))
-    curious, _ = prepare(grid, "llama")
-    attention = curious.model.layers[0].self_attn
+    scaling, _ = prepare(grid, "llama")
+    attention = scaling.model.layers[0].self_attn
     inner = attention.forward
 
     def forward(hidden_states: Tensor, **others: Any) -> Any:
         return inner(hidden_states=hidden_states * 2, **others)
 
     attention.forward = forward
-    attempts.append(lambda: curious(input_ids=ids))
-    listing, _ = prepare(grid, "llama")
-    of_list = listing.model.layers[1].self_attn
-    listed = of_list.forward
+    attempts.append(lambda: scaling(input_ids=ids))
+    concatenating, _ = prepare(grid, "llama")
+    concatenating_attention = concatenating.model.layers[1].self_attn
+    concatenated = concatenating_attention.forward
 
-    def forward_of_list(hidden_states: Tensor, **others: Any) -> Any:
-        return listed(hidden_states=torch.cat([hidden_states, hidden_states]), **others)
+    def forward_concatenated(hidden_states: Tensor, **others: Any) -> Any:
+        return concatenated(hidden_states=torch.cat([hidden_states, hidden_states]), **others)
 
-    of_list.forward = forward_of_list
-    attempts.append(lambda: listing(input_ids=ids))
+    concatenating_attention.forward = forward_concatenated
+    attempts.append(lambda: concatenating(input_ids=ids))
     again = build("llama")
     again.gradient_checkpointing_enable()
     attempts.append(lambda: ff.parallelize(again, grid, activations="token-sharded"))
@@ -406,61 +384,42 @@ def refusals(shape: Shape) -> list[str]:
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
     no_norm = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes))
     attempts.append(lambda: ff.parallelize(no_norm, grid, activations="token-sharded"))
-    return [refusal(attempt) for attempt in attempts]
+    return [error_of(attempt) for attempt in attempts]
 
 
-def refusal(attempt: Callable[[], Any]) -> str:
+def error_of(attempt: Callable[[], Any]) -> str:
     with pytest.raises(UnsupportedError) as caught:
         attempt()
     return str(caught.value)
 
 
-def masked_by_blocks() -> str:
-    """Attention that is cut by samples is given a mask of all of them that cannot be cut."""
-    model, _ = prepare(Grid.create((1, 1, 2, 2)), "llama", SIX_HEADS)
-    ids = batch(2, 8)[0]
-    mask = create_block_mask(lambda sample, head, q, k: q >= k, 2, None, 8, 8, device="cpu")
-    attention = model.model.layers[0].self_attn
-    attention.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, kwargs | {"attention_mask": mask}), with_kwargs=True, prepend=True
-    )
-    return refusal(lambda: model(input_ids=ids))
-
-
-def test_a_mask_that_cannot_be_cut_is_refused(pool: RankPool) -> None:
-    said = pool.run(masked_by_blocks, 4)[0]
-    assert "model.layers.0.self_attn is to work on some of the 2 samples" in said
-    assert "attention_mask is a BlockMask" in said
-    assert "attn_implementation='sdpa'" in said
-
-
 def used_twice() -> str:
-    """A norm's weight, of whose gradient each x rank has a part, is read as if each had all of it."""
+    """Read a norm's weight without summing its gradient over x, although each x rank has only a part of it."""
     grid = Grid.create((1, 1, 1, 2))
     model, _ = prepare(grid, "llama")
     model(input_ids=batch(2, 12)[0])
-    return refusal(lambda: read_weight(model.model.norm, "weight"))
+    return error_of(lambda: read_weight(model.model.norm, "weight"))
 
 
-def test_a_weight_whose_uses_do_not_agree_is_refused(pool: RankPool) -> None:
-    said = pool.run(used_twice, 2)[0]
-    assert "model.norm.weight is used twice" in said
-    assert "('x',)" in said
-    assert "weights='fsdp2'" in said
+def test_a_weight_with_conflicting_gradient_axes_is_rejected(pool: RankPool) -> None:
+    message = pool.run(used_twice, 2)[0]
+    assert "model.norm.weight is used twice" in message
+    assert "('x',)" in message
+    assert "weights='fsdp2'" in message
 
 
-def test_what_cannot_be_cut_is_refused_by_name(pool: RankPool) -> None:
-    said = pool.run(refusals, 4, (1, 1, 2, 2))[0]
-    uneven, kept, sliced, curious, listing, again, no_model, no_norm = said
+def test_errors_name_what_cannot_be_token_sharded(pool: RankPool) -> None:
+    messages = pool.run(unsupported_requests, 4, (1, 1, 2, 2))[0]
+    uneven, kept, sliced, scaling, concatenating, again, no_model, no_norm = messages
     assert "x=2 does not divide the 1 * 11 = 11 tokens" in uneven
     assert "logits_to_keep=6" in kept
     assert "lm_head got 1 tokens" in sliced
-    assert "model.layers.0.self_attn" in curious
-    assert "hidden_states * 2" in curious  # the line of code
-    assert "model.layers.1.self_attn" in listing
-    assert "torch.cat" in listing
+    assert "model.layers.0.self_attn" in scaling
+    assert "hidden_states * 2" in scaling  # the line of code
+    assert "model.layers.1.self_attn" in concatenating
+    assert "torch.cat" in concatenating
     assert "activation_checkpointing='full'" in again
     assert "Linear" in no_model
     assert re.search(r"no norm .*modeling_openai.py:\d+: for .*self\.h", no_norm)
-    for message in said:
+    for message in messages:
         assert "activations='replicated'" in message

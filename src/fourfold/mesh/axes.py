@@ -1,4 +1,4 @@
-"""The four axes of the grid, outermost first, and the grids that a number of ranks has. Needs no torch."""
+"""The four axes of the grid, outermost first, and all grids with a given number of ranks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def divisors(n: int) -> list[int]:
 
 
 def factorisations(ranks: int) -> list[tuple[int, int, int, int]]:
-    """All grids (data, z, y, x) of this many ranks.
+    """All grids (data, z, y, x) with this number of ranks.
 
     Example:
         >>> len(factorisations(8))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# No public call sets the time-out of a group that exists (seen in torch 2.13.0).
+# There is no public call that sets the timeout of an existing group (seen in torch 2.13.0).
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fourfold.mesh.axes import AXES, Axis, factorisations
@@ -21,8 +21,8 @@ from fourfold.mesh.rendezvous import local_device, start_process_group
 class Grid:
     """The ranks of a run, arranged as data x z x y x x.
 
-    Rank ``r`` sits at ``r = ((data * Gz + z) * Gy + y) * Gx + x``: neighbours along x are neighbours in rank
-    number, so that the axis that talks most stays inside a node.
+    Rank ``r = ((data * Gz + z) * Gy + y) * Gx + x``: neighbours along x have consecutive rank numbers, so that the
+    axis with the most traffic stays inside a node.
     """
 
     data: int
@@ -32,7 +32,7 @@ class Grid:
     mesh: DeviceMesh
     device: torch.device
     collectives: Collectives = field(repr=False)
-    # The kind of device that decisions are made for: that of ``device``, but in a dry run the one of the cluster.
+    # The device type that decisions are made for: that of ``device``, but in a dry run that of the cluster.
     target: str
 
     @staticmethod
@@ -44,9 +44,9 @@ class Grid:
     ) -> Grid:
         """Arrange the running ranks as ``shape = (data, z, y, x)``.
 
-        Works under torchrun and under Slurm's ``srun``; starts ``torch.distributed`` if nobody has: NCCL for CUDA
-        devices, Gloo for CPUs. ``timeout_s`` is set on each axis group, because a mesh's groups do not inherit the
-        one that was given to ``init_process_group``.
+        Works under torchrun and under Slurm's ``srun``. Starts ``torch.distributed`` if it is not initialized, with NCCL
+        for CUDA devices and Gloo for CPUs. ``timeout_s`` is set on the group of each axis, because the groups of a mesh
+        do not inherit the timeout that was given to ``init_process_group``.
 
         Example:
             >>> grid = Grid.create((1, 1, 1, 1))  # under torchrun: data * z * y * x = the number of ranks
@@ -64,7 +64,7 @@ class Grid:
 
     @staticmethod
     def from_mesh(mesh: DeviceMesh, device: torch.device, *, target: str | None = None) -> Grid:
-        """A grid over a mesh that exists and whose axes are (data, z, y, x)."""
+        """A grid over an existing mesh with the axes (data, z, y, x)."""
         if mesh.mesh_dim_names != AXES:
             raise ValueError(
                 f"a grid needs a mesh with the axes {AXES}, this one has {mesh.mesh_dim_names}; "
@@ -75,7 +75,7 @@ class Grid:
         return Grid(data, z, y, x, mesh, device, Collectives(mesh, target), target)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long a collective of an axis may take, from now on, before its ranks give up."""
+        """Set the timeout of the collectives of every axis, from now on."""
         for axis in AXES:
             if self.size(axis) > 1:
                 _set_pg_timeout(timedelta(seconds=seconds), self.mesh.get_group(axis))
@@ -85,23 +85,23 @@ class Grid:
         return (self.data, self.z, self.y, self.x)
 
     def size(self, axis: Axis | None) -> int:
-        """How many ranks an axis has; 1 for no axis."""
+        """The number of ranks along an axis; 1 if the axis is None."""
         return 1 if axis is None else self.shape[AXES.index(axis)]
 
     def coordinate(self, axis: Axis | None) -> int:
-        """Where this rank sits along an axis; 0 for no axis."""
+        """This rank's coordinate along an axis; 0 if the axis is None."""
         return 0 if axis is None else self.mesh.get_local_rank(axis)
 
     # -- the batch: split over data and z, the same on all x and y ranks ------------------------------------------
 
     @property
     def batch_ranks(self) -> int:
-        """Over how many ranks the global batch is split."""
+        """The number of parts that the global batch is split into."""
         return self.data * self.z
 
     @property
     def batch_rank(self) -> int:
-        """Which of these parts this rank reads; x and y neighbours read the same."""
+        """The index of the part that this rank reads; x and y neighbours read the same part."""
         return self.coordinate("data") * self.z + self.coordinate("z")
 
     def local_rows(self, global_batch: int) -> slice:
@@ -126,7 +126,7 @@ def _check_sizes(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     if len(shape) != 4:
         raise ValueError(
             f"a grid has the 4 axes (data, z, y, x), got {len(shape)} sizes: {tuple(shape)}; "
-            "use 1 for an axis that is not to be cut"
+            "use 1 for an axis that should not be sharded"
         )
     for axis, size in zip(AXES, shape, strict=True):
         if not isinstance(size, int) or size < 1:
@@ -154,8 +154,8 @@ _meshes: dict[tuple[str, tuple[int, ...]], tuple[object, DeviceMesh]] = {}
 def _mesh(device_type: str, sizes: tuple[int, int, int, int]) -> DeviceMesh:
     """The one mesh of these sizes in this world.
 
-    DTensor's caches take equal meshes for the same object and FSDP2 wants the very same one, so a second grid of the
-    same shape shares the first one's mesh, and its process groups.
+    DTensor's caches treat equal meshes as the same object, and FSDP2 requires the identical object. So a second grid of
+    the same shape shares the mesh and the process groups of the first.
     """
     world, mesh = _meshes.get((device_type, sizes), (None, None))
     if mesh is None or world is not dist.group.WORLD:

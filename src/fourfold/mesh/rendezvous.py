@@ -1,4 +1,4 @@
-"""Join the world that torchrun or Slurm's srun started."""
+"""Rendezvous: join the ranks that torchrun or Slurm's srun started."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
 
-# No public call gives the store of the default group (seen in torch 2.13.0).
+# There is no public call that returns the store of the default group (seen in torch 2.13.0).
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fourfold.mesh.agreements import barrier
 from fourfold.processes import is_rank
 
-FRESH_STORE = "FOURFOLD_FRESH_STORE"  # set by our own agent: the store is of this attempt alone
+FRESH_STORE = (
+    "FOURFOLD_FRESH_STORE"  # set by Fourfold's launch agent: the store belongs to this attempt alone
+)
 
 
 def local_device(device_type: str | None) -> torch.device:
@@ -24,14 +26,14 @@ def local_device(device_type: str | None) -> torch.device:
     if kind != "cuda":
         return torch.device(kind)
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-    # Slurm may show each task its own GPU only; then that one is number 0.
+    # Slurm may show each task only its own GPU, which then has number 0.
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
 def join_world(device_type: str | None = None, timeout_s: float = 600.0) -> None:
-    """Start ``torch.distributed`` as torchrun or srun say; a process that neither of them started is a world of its own."""
+    """Start ``torch.distributed`` under torchrun or srun; a process that neither of them started is a world of one rank."""
     device = local_device(device_type)
     if is_rank():
         start_process_group(device, timeout_s)
@@ -46,7 +48,10 @@ def join_world(device_type: str | None = None, timeout_s: float = 600.0) -> None
 
 
 def keep_ranks(ranks: int, timeout_s: float = 600.0) -> tuple[PrefixStore, bool]:
-    """Go on with the first so many ranks as the world; (a store that all of the old one see, is this one of the new?)."""
+    """Continue with the first ``ranks`` ranks as the world.
+
+    Returns a store that all ranks of the old world share, and whether this rank belongs to the new one.
+    """
     store, rank = PrefixStore(f"first-{ranks}", _get_default_store()), dist.get_rank()
     device = local_device(None)
     barrier()
@@ -70,11 +75,11 @@ def _backend(device: torch.device) -> str:
 
 
 def start_process_group(device: torch.device, timeout_s: float) -> None:
-    """Join the world that torchrun or srun started."""
+    """Initialize the default process group from the environment of torchrun or srun."""
     if "RANK" not in os.environ:
         if "SLURM_PROCID" not in os.environ:
             raise ValueError(
-                "no world to join: neither RANK (torchrun) nor SLURM_PROCID (srun) is set; "
+                "there is no process group to join: neither RANK (torchrun) nor SLURM_PROCID (srun) is set; "
                 "start with `torchrun --nproc-per-node N script.py` or `srun python script.py`"
             )
         os.environ["RANK"] = os.environ["SLURM_PROCID"]
@@ -83,7 +88,7 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
         if "MASTER_ADDR" not in os.environ:
             os.environ["MASTER_ADDR"] = first_host(_slurm("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
         if "MASTER_PORT" not in os.environ:
-            # Every rank derives the same port from the job's number, and two jobs on a node rarely the same one.
+            # Every rank derives the same port from the job id; two jobs on a node rarely get the same one.
             os.environ["MASTER_PORT"] = str(20000 + int(_slurm("SLURM_JOB_ID")) % 20000)
     timeout = timedelta(seconds=timeout_s)
     device_id = device if device.type == "cuda" else None
@@ -91,7 +96,7 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     if attempt == "0" or FRESH_STORE in os.environ:
         dist.init_process_group(_backend(device), timeout=timeout, device_id=device_id)
         return
-    # torchrun keeps its store over restarts (2.13.0), and in it the addresses of ranks that are dead.
+    # torchrun keeps its store across restarts (2.13.0), including the addresses of ranks that died.
     store, rank, ranks = next(rendezvous("env://", timeout=timeout))
     store = PrefixStore(f"attempt-{attempt}", store)
     dist.init_process_group(

@@ -197,7 +197,7 @@ class Linear4D(nn.Module):
         transposed: bool,
         in_features: int,
         out_features: int,
-        kept_rows: slice | None = None,
+        used_rows: slice | None = None,
         shared_columns: int = 0,
         dropout: Dropout | None = None,
         cuts: Cuts = REPLICATED,
@@ -208,7 +208,7 @@ class Linear4D(nn.Module):
         self.cuts, self.is_head = cuts, head
         self.in_features, self.out_features = in_features, out_features
         # Replicated key/value heads: all rows are here, this rank works with these.
-        self._kept_rows = kept_rows
+        self._used_rows = used_rows
         # The last columns go to every x rank's heads, past the next colwise layer (rotary keys of latent attention).
         self._shared_columns = shared_columns
         self._dropout = dropout
@@ -225,13 +225,13 @@ class Linear4D(nn.Module):
 
     def local(self, kind: str, axes: tuple[Axis, ...] = ()) -> list[Tensor]:
         """This rank's blocks of the weights, or of the biases; their gradients are summed over ``axes``."""
-        if self._kept_rows is not None:
+        if self._used_rows is not None:
             # Each x rank uses, and has the gradient of, different rows of the same replicated weight.
             axes = (*axes, "x")
         blocks = []
         for key in self._weights if kind == "weight" else self._biases:
             block = read_weight(self, key, axes, by_sibling=True)
-            blocks.append(block if self._kept_rows is None else block[self._kept_rows])
+            blocks.append(block if self._used_rows is None else block[self._used_rows])
         return blocks
 
     def check_input(self, input: Tensor) -> None:

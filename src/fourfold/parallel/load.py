@@ -1,4 +1,4 @@
-"""Numbers for shards: drawn by the model's own rules, or read from a checkpoint; never a whole tensor."""
+"""Fill shards: by the model's own random init, or from a checkpoint; an unsharded tensor is never created."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def _shards(model: nn.Module, layouts: Mapping[str, ParameterLayout]) -> list[tu
 def init_shards(
     model: nn.Module,
     layouts: Mapping[str, ParameterLayout],
-    recipes: Mapping[str, InitReplay],
+    replays: Mapping[str, InitReplay],
     grid: Grid,
     seed: int,
 ) -> None:
-    """Draw initial weights that are the same on every grid."""
+    """Random init with values that are the same on every grid."""
     for layout, local in _shards(model, layouts):
         index = layout.in_hf(layout.shard(grid))
-        fill_(local, recipes[layout.hf_name], index, name=layout.hf_name, seed=seed)
+        fill_(local, replays[layout.hf_name], index, name=layout.hf_name, seed=seed)
 
 
 @torch.no_grad()
 def load_shards(
     model: nn.Module, layouts: Mapping[str, ParameterLayout], files: CheckpointFiles, grid: Grid
 ) -> set[str]:
-    """Read this rank's shards from a Hugging Face checkpoint, only the bytes it needs; what nobody asked for is returned."""
+    """Read this rank's shards from a Hugging Face checkpoint, only the bytes it needs; returns the names of unused tensors."""
     unused = files.names()
     names = files.names()
     prefix = getattr(model, "base_model_prefix", "")
     for layout, local in _shards(model, layouts):
-        # Checkpoints of the bare model lack the prefix of the one with a head.
+        # Checkpoints of the base model lack the prefix that the model with a head has.
         stored = next(
             (n for n in (layout.hf_name, layout.hf_name.removeprefix(f"{prefix}.")) if n in names), None
         )
@@ -67,7 +67,7 @@ def load_shards(
             )
         files.read_into(stored, local, layout.in_hf(layout.shard(grid)))
         unused.discard(stored)
-    # Buffers that a state dict keeps are small and whole on each rank.
+    # Persistent buffers are small and complete on each rank.
     for name, buffer in model.named_buffers():
         if name in names:
             files.read_into(name, buffer, tuple(slice(0, size) for size in buffer.shape))

@@ -1,4 +1,4 @@
-"""Stock modules on a cut model: they see the part of a parameter, and the number of heads, that their rank works on."""
+"""Local views: stock modules in a parallel model see the shard of a parameter, and the number of heads, of their rank."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def show_local_parameters(
 ) -> None:
     """Let the model's own code read plain local tensors where the module's parameters are DTensors.
 
-    ``gradient_axes`` names its parameters and, for those that other ranks use for other heads or tokens, the axes over
-    which their gradients are summed.
+    ``gradient_axes`` maps the keys of its parameters to the axes over which their gradients are summed, because ranks use
+    them for different heads or tokens.
     """
     module.__dict__["_local_view"] = (inside, dict(gradient_axes))
     module.__class__ = _with_local_view(type(module), tuple(gradient_axes))  # type: ignore[arg-type]
@@ -34,13 +34,13 @@ def show_local_parameters(
 
 @functools.cache
 def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass, one for all modules of a class: `nn.Module` looks into `_parameters` only where the class has no such name."""
+    """A subclass, shared by all modules of a class: `nn.Module` looks into `_parameters` only if the class lacks the name."""
 
     def reader(key: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
             inside, gradient_axes = self.__dict__["_local_view"]
             parameter = self._parameters[key]
-            # Outside forward (FSDP2, the optimizer, a state dict) the parameter is what it is.
+            # Outside of forward (FSDP2, the optimizer, a state dict) it is the parameter itself.
             if not isinstance(parameter, DTensor) or not inside:
                 return parameter
             return read_weight(self, key, gradient_axes[key])
@@ -49,7 +49,7 @@ def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Mod
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inside, _ = self.__dict__["_local_view"]
-        with inside.entered():  # also where a user calls the module by itself
+        with inside.entered():  # also if a user calls the module on its own
             return cls.forward(self, *args, **kwargs)
 
     members = {key: reader(key) for key in keys}
@@ -59,7 +59,7 @@ def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Mod
 def show_local_heads(
     module: nn.Module, family: Family, parts: int, which: int, *, replicated_heads: int
 ) -> list[str]:
-    """Tell an attention module of its own heads alone, part ``which`` of ``parts``; returns what was changed, in words."""
+    """Set an attention module's head counts to part ``which`` of ``parts``; returns a description of each change."""
     changed = []
     for name in (*HEAD_ATTRIBUTES, *KV_HEAD_ATTRIBUTES, *family.inner_attributes):
         value = module.__dict__.get(name)
@@ -68,7 +68,7 @@ def show_local_heads(
             changed.append(f"{name} {value} -> {module.__dict__[name]}")
     if replicated_heads and isinstance(module.__dict__.get("num_key_value_groups"), int):
         groups = module.__dict__["num_key_value_groups"]
-        # One key/value head is left, and all of this rank's query heads read it.
+        # One key/value head remains, and all query heads of this rank attend to it.
         module.__dict__["num_key_value_groups"] = groups * replicated_heads // parts
         changed.append(f"num_key_value_groups {groups} -> {module.__dict__['num_key_value_groups']}")
     if family.heads_from_config and hasattr(module, "config"):
@@ -78,38 +78,38 @@ def show_local_heads(
         module.config = config
         changed.append("config's head counts")
     if family.head_arguments:
-        module.register_forward_pre_hook(_own_heads(family.head_arguments, parts, which), with_kwargs=True)
+        module.register_forward_pre_hook(_select_heads(family.head_arguments, parts, which), with_kwargs=True)
         changed.append(f"argument {', '.join(family.head_arguments)}")
     return changed
 
 
-def cut_output(module: nn.Module, grid: Grid) -> None:
-    """What a module gives whole is cut over y: each rank takes its own hidden features."""
+def shard_output(module: nn.Module, grid: Grid) -> None:
+    """Shard the unsharded output of a module over y: each rank takes its hidden features."""
 
-    def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        # Each y rank has the gradient of its own part alone; together they are the whole.
-        whole = sum_backward(output, grid.collectives, "y", "activation")
-        return whole.chunk(grid.y, dim=-1)[grid.coordinate("y")]
+    def shard(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # Each y rank has the gradient of its own features only; their sum is the complete gradient.
+        full = sum_backward(output, grid.collectives, "y", "activation")
+        return full.chunk(grid.y, dim=-1)[grid.coordinate("y")]
 
-    module.register_forward_hook(cut)
+    module.register_forward_hook(shard)
 
 
-def forbid(module: nn.Module, name: str, grid: Grid) -> None:
-    """A part of a multimodal model that is not cut must not be used: its features would not fit those of the text."""
+def reject_use(module: nn.Module, name: str, grid: Grid) -> None:
+    """Raise if an unsharded part of a multimodal model is used: its features would not match those of the text."""
 
-    def refuse(*_: Any) -> None:
+    def reject(*_: Any) -> None:
         raise UnsupportedError(
-            f"{name} is not part of the language model, and what it gives is not cut over y={grid.y}, x={grid.x}: text "
-            "alone can be trained on this grid; use x=1 and y=1 for other inputs"
+            f"{name} is not part of the language model, and its output is not sharded over y={grid.y}, x={grid.x}: "
+            "this grid can train on text alone; use x=1 and y=1 for other inputs"
         )
 
-    module.register_forward_pre_hook(refuse)
+    module.register_forward_pre_hook(reject)
 
 
-def _own_heads(arguments: Mapping[str, str], parts: int, which: int) -> Any:
-    """A hook that cuts per-head arguments (ALiBi slopes) down to this rank's heads."""
+def _select_heads(arguments: Mapping[str, str], parts: int, which: int) -> Any:
+    """A hook that selects this rank's heads from per-head arguments (ALiBi slopes)."""
 
-    def cut(
+    def select(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         batch = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)).shape[0]
@@ -122,10 +122,8 @@ def _own_heads(arguments: Mapping[str, str], parts: int, which: int) -> Any:
                 kwargs[name] = by_head.chunk(parts, dim=1)[which].flatten(0, 1)
             elif shape == "heads":
                 kwargs[name] = value.chunk(parts, dim=0)[which]
-            elif (
-                value.ndim > 1 and value.shape[1] > 1
-            ):  # batch and heads apart, unless one slice serves all heads
+            elif value.ndim > 1 and value.shape[1] > 1:  # [batch, heads, ...]; a size of 1 serves all heads
                 kwargs[name] = value.chunk(parts, dim=1)[which]
         return args, kwargs
 
-    return cut
+    return select

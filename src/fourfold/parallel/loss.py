@@ -1,6 +1,6 @@
-"""Cross entropy over a vocabulary that is cut over x, averaged over the tokens of the whole global batch.
+"""Cross entropy with logits sharded over x by vocabulary, averaged over the tokens of the global batch.
 
-Only two vectors of one number a token go over x: the maximum, then the sum of exponentials with the label's logit.
+Only per-token values are sent over x: first the maximum, then the sum of exponentials and the label's logit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ IGNORE_INDEX = -100
 
 
 class _TokenLoss(torch.autograd.Function):
-    """Sum over tokens of -log p(label) + z_loss * log(Z)^2, in fp32 whatever the logits are.
+    """Sum over tokens of -log p(label) + z_loss * log(Z)^2, in fp32 for any dtype of the logits.
 
-    The logits are saved as they came and their exponentials computed again in backward: of a tensor this size, an
-    fp32 copy is what one can least afford.
+    The logits are saved in their own dtype and their exponentials are recomputed in backward, because an fp32 copy of
+    such a large tensor would cost too much memory.
     """
 
     @staticmethod
@@ -46,7 +46,7 @@ class _TokenLoss(torch.autograd.Function):
         here = (local >= 0) & (local < width) & (labels != ignore_index)
         counted = labels != ignore_index
 
-        # A rank may hold no column at all, if the vocabulary is smaller than x.
+        # A rank may have no columns, if the vocabulary is smaller than x.
         highest = wide.amax(-1) if width else wide.new_full(labels.shape, float("-inf"))
         grid.collectives.all_reduce(highest, "x", "loss", dist.ReduceOp.MAX).wait()
         sums = wide.new_zeros(2, *labels.shape)
@@ -85,14 +85,14 @@ def cross_entropy(
     z_loss: float = 0.0,
     num_items: int | Tensor | None = None,
 ) -> Tensor:
-    """The mean cross entropy of the global batch, the same number on every rank.
+    """The mean cross entropy of the global batch, equal on every rank.
 
-    ``logits``: this rank's columns of the vocabulary (``model(ids).logits``), ``labels``: what each position should
-    predict, not shifted here. The mean is over the labels of the whole global batch that are not ``ignore_index``,
-    also when ranks hold different counts. Of token-sharded activations a y rank has the logits of 1/y of the tokens; give
-    the labels of all. When gradients are accumulated over several calls, pass the number of such
-    labels in all of them as ``num_items`` (`count_labels`), so that the accumulated gradient is that of one mean.
-    With ``vocab_size`` the width of the logits is checked against it; without, the ranks tell each other theirs.
+    ``logits`` are this rank's columns of the vocabulary (``model(ids).logits``). ``labels`` say what each position should
+    predict; they are not shifted here. The mean is over the labels of the global batch that are not ``ignore_index``,
+    also if ranks have different numbers of them. With token-sharded activations a y rank has the logits of 1/y of the
+    tokens; pass the labels of all tokens. To accumulate gradients over several calls, pass the number of counted labels
+    of all calls as ``num_items`` (`count_labels`), so that the accumulated gradient is that of one mean. With
+    ``vocab_size`` the width of the logits is checked against it; without, the ranks exchange their widths.
 
     Example:
         >>> labels = torch.full_like(ids, IGNORE_INDEX)
@@ -100,42 +100,42 @@ def cross_entropy(
         >>> loss = cross_entropy(model(input_ids=ids).logits, labels, grid)
         >>> loss.backward()
     """
-    labels_of_all, labels = labels, _own_labels(logits, labels, grid)
-    are_cut = labels is not labels_of_all
+    all_labels, labels = labels, _own_labels(logits, labels, grid)
+    is_token_sharded = labels is not all_labels
     if logits.shape[:-1] != labels.shape:
-        cut = f", which may be those of 1/{grid.y} of the tokens" if grid.y > 1 else ""
+        part = f", which may be those of 1/{grid.y} of the tokens" if grid.y > 1 else ""
         raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}{cut}: give one label for "
+            f"labels of shape {tuple(labels.shape)} do not match logits of shape {tuple(logits.shape)}{part}: pass one label for "
             "each position of the batch"
         )
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     first, vocabulary = _columns(logits, grid, vocab_size)
-    # On all ranks alike: one that refuses alone would leave the others waiting.
-    check_range(labels_of_all.to(logits.device), vocabulary, "a label", ignore_index)
+    # Checked on all labels, so that every rank raises: if only one did, the others would wait for it.
+    check_range(all_labels.to(logits.device), vocabulary, "a label", ignore_index)
     labels = labels.to(logits.device)
     if num_items is None:
-        num_items = count_labels(labels_of_all, grid, ignore_index=ignore_index)
+        num_items = count_labels(all_labels, grid, ignore_index=ignore_index)
     arguments = (logits, labels, first, ignore_index, z_loss, grid)
     loss = cast(Tensor, _TokenLoss.apply(*arguments)) / num_items  # type: ignore[no-untyped-call]
-    # Each rank's backward goes through its own tokens; FSDP2 and the data axis sum the gradients.
-    axes: tuple[Axis, ...] = ("y", "z", "data") if are_cut else ("z", "data")
+    # Each rank's backward covers its own tokens; the gradients of weights are summed over z and data later.
+    axes: tuple[Axis, ...] = ("y", "z", "data") if is_token_sharded else ("z", "data")
     for axis in axes:
         loss = sum_forward(loss, grid.collectives, axis, "loss")
     return loss
 
 
 def _own_labels(logits: Tensor, labels: Tensor, grid: Grid) -> Tensor:
-    """The labels of the logits' tokens: of token-sharded activations a y rank has 1/y of them, in their order."""
+    """The labels of the logits' tokens; with token-sharded activations a y rank has 1/y of them, in order."""
     rows = logits.shape[:-1]
     if grid.y == 1 or len(rows) != 2 or labels.numel() != grid.y * rows.numel():
         return labels
-    # Halves of a batch that went through the model by themselves are cut each for itself.
+    # Each half-batch is sharded separately, so its tokens are split over y within the half.
     return labels.reshape(rows[0], grid.y, rows[1])[:, grid.coordinate("y")].contiguous()
 
 
 def _columns(logits: Tensor, grid: Grid, vocab_size: int | None) -> tuple[int | Tensor, int | Tensor]:
-    """(the first column of the vocabulary that this rank holds, the columns of all ranks)."""
+    """The first column of the vocabulary on this rank, and the number of columns on all ranks."""
     if vocab_size is None:
         widths = _widths(logits, grid)
         return widths[: grid.coordinate("x")].sum(), widths.sum()
@@ -143,13 +143,13 @@ def _columns(logits: Tensor, grid: Grid, vocab_size: int | None) -> tuple[int | 
     if logits.shape[-1] != columns.stop - columns.start:
         raise ValueError(
             f"logits have {logits.shape[-1]} columns, but a vocabulary of {vocab_size} over x={grid.x} gives this rank "
-            f"{columns.stop - columns.start}; pass the logits as the model gave them (not gathered), and its vocab_size"
+            f"{columns.stop - columns.start}; pass the logits as the model returned them (not gathered), and its vocab_size"
         )
     return columns.start, vocab_size
 
 
 def _widths(logits: Tensor, grid: Grid) -> Tensor:
-    """How many columns each x rank holds; on the device, so that nobody waits for it."""
+    """The number of columns of each x rank; on the device, so that the host does not wait."""
     own = torch.full((1,), logits.shape[-1], device=logits.device)
     widths = own.new_empty(grid.x)
     grid.collectives.all_gather(widths, own, "x", "loss").wait()
@@ -159,10 +159,10 @@ def _widths(logits: Tensor, grid: Grid) -> Tensor:
 def count_labels(
     labels: Tensor, grid: Grid, *, shift: bool = False, ignore_index: int = IGNORE_INDEX, at_least: int = 1
 ) -> Tensor:
-    """How many labels of the global batch count, the same on every rank; at least 1, so that a mean is defined.
+    """The number of labels of the global batch that count, equal on every rank; at least 1, so that a mean is defined.
 
-    ``labels`` are those of this rank's rows. With ``shift`` they are labels as a Hugging Face causal LM takes them, the
-    first of each row not counting, because no position predicts it.
+    ``labels`` are those of this rank's rows. With ``shift`` they are in the form that a Hugging Face causal LM takes: the
+    first label of each row does not count, because no position predicts it.
 
     Example:
         >>> int(count_labels(torch.tensor([5, 6, IGNORE_INDEX]), grid))
@@ -177,14 +177,13 @@ def count_labels(
 class LossGuard:
     """Hugging Face's ``loss_function`` for sharded logits: ``model(input_ids, labels=labels).loss`` stays exact.
 
-    What else a model may call its loss, it would compute from a part of the vocabulary or average over a part of the
-    batch; `check` refuses that.
+    A loss that the model computes in another way would use a part of the vocabulary or of the batch; `check` rejects it.
     """
 
     def __init__(self, model: str, grid: Grid, vocab_size: int | None, stock: str) -> None:
         self._model, self._grid, self._vocab_size, self._stock = model, grid, vocab_size, stock
-        # By thread: the halves of an interleaved batch are in the model at the same time.
-        self._given: dict[int, tuple[Tensor, int]] = {}
+        # By thread, because two half-batches may be in the model at the same time.
+        self._computed: dict[int, tuple[Tensor, int]] = {}
 
     def __call__(
         self,
@@ -198,8 +197,8 @@ class LossGuard:
     ) -> Tensor:
         if self._stock not in ("ForCausalLMLoss", "ForMaskedLMLoss"):
             raise UnsupportedError(
-                f"{self._model} has the loss {self._stock}, which Fourfold does not know for a batch cut over data*z="
-                f"{self._grid.batch_ranks} and a vocabulary cut over x={self._grid.x}; leave the labels away and compute "
+                f"{self._model} has the loss {self._stock}, which is unsupported for a batch sharded over data*z="
+                f"{self._grid.batch_ranks} and a vocabulary sharded over x={self._grid.x}; omit the labels and compute "
                 "the loss from the logits (ff.cross_entropy)"
             )
         if shift_labels is not None:
@@ -209,7 +208,9 @@ class LossGuard:
             targets = labels
             if self._stock == "ForCausalLMLoss":
                 targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        if targets.numel() == logits.shape[:-1].numel():  # a flat list of labels is one for each position too
+        if (
+            targets.numel() == logits.shape[:-1].numel()
+        ):  # a flat list of labels also has one for each position
             targets = targets.reshape(logits.shape[:-1]).contiguous()
         loss = cross_entropy(
             logits,
@@ -219,11 +220,11 @@ class LossGuard:
             ignore_index=ignore_index,
             num_items=num_items_in_batch,
         )
-        self._given[threading.get_ident()] = (loss, _version(loss))
+        self._computed[threading.get_ident()] = (loss, _version(loss))
         return loss
 
     def count(self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None) -> Tensor:
-        """How many labels of the global batch this loss is the mean of."""
+        """The number of labels of the global batch that this loss is averaged over."""
         ignore_index = IGNORE_INDEX if ignore_index is None else ignore_index
         if shift_labels is not None:
             return count_labels(shift_labels, self._grid, ignore_index=ignore_index)
@@ -232,25 +233,25 @@ class LossGuard:
         return count_labels(labels, self._grid, shift=shift, ignore_index=ignore_index)
 
     def expect(self) -> None:
-        """A forward begins."""
-        self._given.pop(threading.get_ident(), None)
+        """Start a forward: forget the loss of an earlier one."""
+        self._computed.pop(threading.get_ident(), None)
 
     def check(self, output: Any) -> None:
-        """A forward is over: if it gave a loss, it has to be the one that came from here, unchanged."""
+        """End a forward: if it returned a loss, this has to be the one computed here, unchanged."""
         loss = loss_of(output)
         if loss is None:
             return
-        given = self._given.pop(threading.get_ident(), None)
-        if given is None or given[0] is not loss or given[1] != _version(loss):
+        computed = self._computed.pop(threading.get_ident(), None)
+        if computed is None or computed[0] is not loss or computed[1] != _version(loss):
             raise UnsupportedError(
-                f"{self._model} computes a loss of its own, or adds to it (an auxiliary loss of a router), which would be "
-                f"that of one rank's part of data*z={self._grid.batch_ranks}, x={self._grid.x}; leave the labels away and "
-                "compute the loss from the logits (ff.cross_entropy), or turn the addition off"
+                f"{self._model} computes its own loss, or adds to it (such as a router's auxiliary loss), which would be "
+                f"the loss of one rank's part of data*z={self._grid.batch_ranks}, x={self._grid.x}; omit the labels and "
+                "compute the loss from the logits (ff.cross_entropy), or turn the additional loss off"
             )
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what a model gave, if it gave one."""
+    """The loss in a model's output, if there is one."""
     loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) and loss.ndim == 0 else None
 
@@ -260,7 +261,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def guard_loss(model: torch.nn.Module, grid: Grid, vocab_size: int | None) -> LossGuard | None:
-    """Put the exact loss in the place of the model's own; nothing to do where neither the batch nor the model is cut."""
+    """Replace the model's loss function by the exact one; None if neither the batch nor the model is sharded."""
     if grid.batch_ranks * grid.x * grid.y == 1:
         return None
     stock: Any = getattr(model, "loss_function", None)
@@ -277,8 +278,7 @@ def full_logits(
 ) -> Tensor:
     """All columns of the vocabulary on every x rank, for evaluation; gradients do not flow through.
 
-    Of token-sharded activations a y rank has 1/y of the tokens; with y > 1 the ``batch``, (sequences, length), says how many
-    there are.
+    With token-sharded activations a y rank has 1/y of the tokens; so with y > 1 pass the ``batch`` shape, (sequences, length).
 
     Example:
         >>> full_logits(model(input_ids=ids).logits, grid, vocab_size=131, batch=ids.shape).shape[-1]
@@ -287,7 +287,7 @@ def full_logits(
     if grid.y > 1 and batch is None:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} on y={grid.y} ranks may be those of a part of the tokens; pass "
-            "batch=ids.shape, of the ids that this rank gave to the model"
+            "batch=ids.shape, with the ids that this rank passed to the model"
         )
     vocabulary = vocab_size or int(_widths(logits, grid).sum())
     widest = chunk(vocabulary, grid.x, 0).stop
@@ -301,7 +301,7 @@ def full_logits(
     if own.ndim != 3 or own.shape[:-1].numel() * grid.y != batch[0] * batch[1]:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} on y={grid.y} ranks are not those of a batch of {batch[0]} * {batch[1]} "
-            "tokens; pass the (sequences, length) of the ids that this rank gave to the model"
+            "tokens; pass the (sequences, length) of the ids that this rank passed to the model"
         )
     own = own.contiguous()
     tokens = own.new_empty(grid.y, *own.shape)

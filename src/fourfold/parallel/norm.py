@@ -16,7 +16,7 @@ from fourfold.weights.api import read_weight
 
 
 class Norm4D(nn.Module):
-    """A norm over ``features`` that are cut over ``axis``."""
+    """A norm over ``features`` that are sharded over ``axis``."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class Norm4D(nn.Module):
         super().__init__()
         self.name, self.formula, self.features = name, formula, features
         self.grid, self.axis = grid, axis
-        # Where tokens are cut, each rank has its own tokens' part of the weight's gradient.
+        # Where tokens are sharded, each rank has the part of the weight's gradient that comes from its tokens.
         self._gradient_axes = gradient_axes
-        # Outside blocks: what the model's code reads next has the usual shape.
+        # Set outside of blocks only, where the model's code reads a tensor of the usual shape next.
         self._tokens = tokens
         self.register_parameter("weight", weight)
         self.register_parameter("bias", bias)
@@ -50,7 +50,7 @@ class Norm4D(nn.Module):
             )
         weight, bias = (None if self._parameters[k] is None else self._local(k) for k in ("weight", "bias"))
         out = self.formula.apply(x, self.features, weight, bias, self._total)
-        return out if self._tokens is None else self._tokens.placed(out)
+        return out if self._tokens is None else self._tokens.to_batch_shape(out)
 
     def _local(self, key: str) -> Tensor:
         return read_weight(self, key, self._gradient_axes)

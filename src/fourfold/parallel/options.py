@@ -40,7 +40,7 @@ class Options:
             given, known = getattr(self, name), get_args(values)
             if given not in known:
                 *most, last = map(repr, known)
-                raise ValueError(f"{name} {given!r} is not known; use {', '.join(most)} or {last}")
+                raise ValueError(f"{name} {given!r} is not supported; use {', '.join(most)} or {last}")
 
 
 def check_model(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Modules change places: each one that has a role becomes its counterpart on the grid, its parameters DTensors."""
+"""Replace each module that has a role by its parallel counterpart, whose parameters are DTensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fourfold.mesh.grid import Grid
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.embedding import Embedding4D
 from fourfold.parallel.linear import FusedLinearGroup, Linear4D
-from fourfold.parallel.local_views import cut_output, forbid, show_local_heads, show_local_parameters
+from fourfold.parallel.local_views import reject_use, shard_output, show_local_heads, show_local_parameters
 from fourfold.parallel.norm import Norm4D
-from fourfold.parallel.sequence import REPLICATED, show_whole_shape
+from fourfold.parallel.sequence import REPLICATED, show_full_shape
 from fourfold.parallel.sequence_roles import SequenceRoles, head_parts
 from fourfold.parallel.wrap import Inside
 from fourfold.weights.overlap import Overlap
@@ -30,7 +30,7 @@ class Replaced:
     layouts: dict[str, ParameterLayout] = field(default_factory=dict)
     by_module: dict[str, list[ParameterLayout]] = field(default_factory=lambda: defaultdict(list))
     notes: list[str] = field(default_factory=list)
-    # The vocabulary's modules, where they are not tied.
+    # The embedding and the head, if they are not tied.
     embedding: nn.Module | None = None
     head: nn.Module | None = None
     vocab_size: int | None = None
@@ -48,10 +48,10 @@ def replace_modules(
     *,
     plain: bool = False,
 ) -> Replaced:
-    """Give every module of ``roles`` its form on the grid, in place; with ``sequence_roles`` for token-sharded activations.
+    """Replace every module of ``roles`` by its parallel form, in place; ``sequence_roles`` are for token-sharded activations.
 
-    With x = y = 1 every module stays the stock one. ``plain``: then its parameters also stay plain tensors, as FSDP2 alone
-    has them.
+    With x = y = 1 every module stays the stock one. With ``plain`` its parameters also stay plain tensors, as FSDP2
+    expects them.
     """
     return _Replacement(model, grid, dropout, inside, overlap, sequence_roles, plain).run(roles)
 
@@ -74,20 +74,20 @@ class _Replacement:
         self.blocks = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         self.family = family_of(model)
         self.out = Replaced()
-        # A tied weight is one parameter in several modules and stays one.
+        # A tied weight is one parameter of several modules, and stays one.
         self.made: dict[tuple[int, tuple[int, ...]], tuple[nn.Parameter, ParameterLayout]] = {}
         self.siblings: dict[tuple[str, int, Axis | None, Axis | None, bool], FusedLinearGroup] = {}
 
     def run(self, roles: list[Role]) -> Replaced:
         tied = self._tied()
-        stays = self.grid.x * self.grid.y == 1
+        keeps_all = self.grid.x * self.grid.y == 1
         for role in roles:
             module, key = self._find(role.name)
             if role.head:
                 self.out.vocab_size = linear_shape(module)[1]
             if key is not None:
                 self._keep(role, module, [key])
-            elif stays:
+            elif keeps_all:
                 self._keep(role, module, [k for k, p in module._parameters.items() if p is not None])
             elif role.in_axis or role.out_axis:
                 self._put(role.name, self._linear(role, module))
@@ -102,50 +102,48 @@ class _Replacement:
             if role.word == "embedding_rowwise" and not tied:
                 self.out.embedding = self._find(role.name)[0]
         self.out.groups = list(self.siblings.values())
-        if stays:
+        if keeps_all:
             return self.out
         self._heads(roles)
         if self.sequence_roles is not None:
             for name in sorted(self.sequence_roles.attention):
-                show_whole_shape(self.model.get_submodule(name), name, self.sequence_roles.tokens)
+                show_full_shape(self.model.get_submodule(name), name, self.sequence_roles.tokens)
             self.out.notes += self.sequence_roles.notes
         for name, module in self.model.named_modules():
             if self.grid.y > 1 and any(matches(pattern, name) for pattern in self.family.cut_outputs):
-                cut_output(module, self.grid)
+                shard_output(module, self.grid)
         for tower in idle_towers(self.model):
-            forbid(self.model.get_submodule(tower), tower, self.grid)
-            self.out.notes.append(f"{tower} is idle: on this grid the model trains on text alone")
+            reject_use(self.model.get_submodule(tower), tower, self.grid)
+            self.out.notes.append(f"{tower} is idle: on this grid the model trains on text only")
         return self.out
 
-    # -- one kind each ----------------------------------------------------------------------------------------------
+    # -- one kind of module each ----------------------------------------------------------------------------------------------
 
     def _linear(self, role: Role, module: nn.Module) -> Linear4D:
         in_features, out_features = linear_shape(module)
         transposed = isinstance(module, Conv1D)
         out_dim, in_dim = (1, 0) if transposed else (0, 1)
         replicated = role.replicated_heads > 0
-        weight_cuts: dict[Axis, int] = {}
-        bias_cuts: dict[Axis, int] = {}
+        weight_dims: dict[Axis, int] = {}
+        bias_dims: dict[Axis, int] = {}
         if role.in_axis is not None:
-            weight_cuts[role.in_axis] = in_dim
+            weight_dims[role.in_axis] = in_dim
         if role.out_axis is not None and not replicated:
-            weight_cuts[role.out_axis] = out_dim
-            bias_cuts[role.out_axis] = 0
+            weight_dims[role.out_axis] = out_dim
+            bias_dims[role.out_axis] = 0
         parameters: dict[str, nn.Parameter] = {}
         start = 0
         for i, width in enumerate(role.segments or (out_features,)):
             suffix = f"_{i}" if role.segments else ""
-            for key, cuts, dim in (("weight", weight_cuts, out_dim), ("bias", bias_cuts, 0)):
+            for key, sharded_dims, dim in (("weight", weight_dims, out_dim), ("bias", bias_dims, 0)):
                 source = getattr(module, key, None)
                 if source is None:
                     continue
-                layout = ParameterLayout.whole(f"{role.name}.{key}", source, cuts)
+                layout = ParameterLayout.whole(f"{role.name}.{key}", source, sharded_dims)
                 layout = ParameterLayout.rows(layout, dim, start, width)
                 parameters[key + suffix] = self._parameter(role.name, key + suffix, source, layout)
             start += width
-        kept = None
-        if replicated:
-            kept = self._kept_rows(role, out_features)
+        used_rows = self._used_rows(role, out_features) if replicated else None
         shared_columns = 0
         if role.word == "mla_kv_a_proj":
             parent, _ = self._find(role.name.rsplit(".", 1)[0])
@@ -157,16 +155,16 @@ class _Replacement:
             transposed=transposed,
             in_features=in_features,
             out_features=out_features,
-            kept_rows=kept,
+            used_rows=used_rows,
             shared_columns=shared_columns,
-            # Behind the head there is only the loss.
+            # Only the loss comes after the head.
             dropout=None if role.head else self.dropout,
             cuts=self.sequence_roles.cuts[role.name] if self.sequence_roles else REPLICATED,
             head=role.head,
         )
 
-    def _kept_rows(self, role: Role, out_features: int) -> slice:
-        """The one key/value head that this x rank's query heads attend to."""
+    def _used_rows(self, role: Role, out_features: int) -> slice:
+        """The rows of the one key/value head that this x rank's query heads attend to."""
         head = self.grid.coordinate("x") * role.replicated_heads // self.grid.x
         width = out_features // role.replicated_heads
         return slice(head * width, (head + 1) * width)
@@ -219,32 +217,32 @@ class _Replacement:
         )
 
     def _gradient_axes(self, role: Role) -> tuple[Axis, ...]:
-        """Over which axes the ranks' gradients of a parameter are parts of a sum."""
+        """The axes over which the gradient of a parameter has to be summed."""
         if self.sequence_roles is not None:
             return self.sequence_roles.gradient_axes[role.name]
         return ("x",) if role.word == "replicated_with_grad_allreduce" else ()
 
     def _keep(self, role: Role, module: nn.Module, keys: list[str]) -> None:
-        """The module stays what it is and sees its rank's part of these parameters."""
-        summed: dict[str, tuple[Axis, ...]] = {}
+        """Keep the stock module, and let it see this rank's shard of these parameters."""
+        gradient_axes: dict[str, tuple[Axis, ...]] = {}
         prefix = role.name if self._find(role.name)[1] is None else role.name.rpartition(".")[0]
         for key in keys:
             source = module._parameters[key]
             assert source is not None
-            cuts: dict[Axis, int] = {}
+            sharded_dims: dict[Axis, int] = {}
             if role.word == "heads":
-                cuts["x"] = 0
+                sharded_dims["x"] = 0
             elif role.word in ("features", "embedding_colwise"):
-                cuts["y"] = source.ndim - 1
-            summed[key] = self._gradient_axes(role)
+                sharded_dims["y"] = source.ndim - 1
+            gradient_axes[key] = self._gradient_axes(role)
             name = f"{prefix}.{key}" if prefix else key
-            layout = ParameterLayout.whole(name, source, cuts)
+            layout = ParameterLayout.whole(name, source, sharded_dims)
             module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
         if not self.plain:
-            show_local_parameters(module, summed, self.inside)
+            show_local_parameters(module, gradient_axes, self.inside)
 
     def _heads(self, roles: list[Role]) -> None:
-        """Attention modules learn how many heads are theirs."""
+        """Set the number of local heads in attention modules."""
         attention: dict[str, int] = {}
         for role in roles:
             if role.out_axis == "x" and not role.head and "." in role.name:
@@ -259,17 +257,17 @@ class _Replacement:
         notes: dict[str, int] = defaultdict(int)
         for name, replicated in attention.items():
             module, _ = self._find(name)
-            cut = head_parts(name, self.sequence_roles, self.grid)
-            for change in show_local_heads(module, self.family, *cut, replicated_heads=replicated):
+            parts = head_parts(name, self.sequence_roles, self.grid)
+            for change in show_local_heads(module, self.family, *parts, replicated_heads=replicated):
                 notes[f"{type(module).__name__}: {change}"] += 1
         self.out.notes += [f"{note} ({count} modules)" for note, count in notes.items()]
 
     def _shared(self, role: Role) -> int:
-        """How many key/value heads there are, where several y ranks use one."""
+        """The number of key/value heads, if several y ranks use the same one; else 0."""
         cuts = self.sequence_roles.cuts[role.name] if self.sequence_roles else None
         return 0 if cuts is None or cuts.used_columns is None else cuts.kv_heads
 
-    # -- parameters and places ----------------------------------------------------------------------------------------
+    # -- parameters and names ----------------------------------------------------------------------------------------
 
     def _parameter(
         self, module_name: str, key: str, source: Tensor, layout: ParameterLayout, row: str | None = None
@@ -283,7 +281,7 @@ class _Replacement:
         parameter, first = self.made[memo]
         if first.cuts != layout.cuts:
             raise UnsupportedError(
-                f"{layout.hf_name} is tied to {first.hf_name}, but their roles cut it differently ({describe([layout])}, "
+                f"{layout.hf_name} is tied to {first.hf_name}, but their roles shard it differently ({describe([layout])}, "
                 f"and {describe([first])}); give both the same role, or untie them"
             )
         return parameter
@@ -295,7 +293,7 @@ class _Replacement:
         return source
 
     def _find(self, name: str) -> tuple[nn.Module, str | None]:
-        """A module by its name, or the module that holds a parameter and the parameter's key."""
+        """A module by its name; or, for the name of a parameter, its module and its key."""
         try:
             return self.model.get_submodule(name), None
         except AttributeError:

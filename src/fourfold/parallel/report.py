@@ -16,7 +16,7 @@ from fourfold.mesh.grid import Grid
 from fourfold.parallel.options import Activations, Options
 from fourfold.parallel.replace_modules import Replaced
 from fourfold.weights.api import Weights
-from fourfold.weights.overlap import OF_STREAMED_WEIGHTS, OF_TOKEN_SHARDED
+from fourfold.weights.overlap import STREAMED_OPTIONS, TOKEN_SHARDED_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Decisions:
     why_weights: str
     activations: Activations
     why_activations: str
-    # Why a batch goes through in one piece; None if its halves alternate.
+    # Why a batch is not split; None if its halves alternate.
     why_unsplit: str | None
 
 
@@ -43,19 +43,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of `parallelize`; ``print(report)`` shows it, blocks that are alike in one line."""
+    """The outcome of `parallelize`; ``print(report)`` shows it as a table, with equal blocks in one row."""
 
     model: str
     grid: Grid = field(repr=False)
     rows: tuple[Row, ...] = field(repr=False)
     notes: tuple[str, ...]
-    # Every parameter by its name in the parallel model, and where it comes from.
+    # The layout of every parameter, by its name in the parallel model.
     layouts: Mapping[str, ParameterLayout] = field(repr=False)
     interleaved: bool = False  # two half-batches alternate
     activations: Activations = "replicated"
 
     def local_parameters(self) -> int:
-        """How many parameters this rank stores."""
+        """The number of parameters that this rank stores."""
         total = 0
         for layout in self.layouts.values():
             size = 1
@@ -65,7 +65,7 @@ class Report:
         return total
 
     def with_unused(self, unused: set[str]) -> Report:
-        """With a note of the tensors of a checkpoint that the model does not have."""
+        """A copy with a note about the tensors of a checkpoint that the model does not have."""
         if not unused:
             return self
         some = ", ".join(sorted(unused)[:3]) + (", ..." if len(unused) > 3 else "")
@@ -101,23 +101,25 @@ def compose_report(
     blocks: int,
     has_dropout: bool,
 ) -> Report:
-    """What became of each module, and a note for each decision and for each option without effect."""
+    """The report: a row for each module, and a note for each decision and for each option without effect."""
     rows = tuple(
         Row(role.name, role.word, describe(replaced.by_module.get(role.name, [])), role.why) for role in roles
     )
     notes = list(replaced.notes)
     if caches:
-        notes.append("config.use_cache set to False: training keeps no key/value cache")
+        notes.append("config.use_cache set to False: training does not use a key/value cache")
     notes.append(
         f"weights: {decisions.weights} ({decisions.why_weights}) over z={grid.z}, gradients summed over data={grid.data}, "
         f"{options.precision}"
     )
     notes.append(f"activation checkpointing: {options.activation_checkpointing}, {blocks} blocks")
     notes.append(f"activations: {decisions.activations} ({decisions.why_activations})")
-    if decisions.weights != "streamed" and (idle := options.overlap.without_effect(OF_STREAMED_WEIGHTS)):
-        notes.append(f"{idle} with {decisions.weights} weights; use weights='streamed'")
-    if decisions.activations == "replicated" and (idle := options.overlap.without_effect(OF_TOKEN_SHARDED)):
-        notes.append(f"{idle} with replicated activations; leave it out")
+    if decisions.weights != "streamed" and (unused := options.overlap.without_effect(STREAMED_OPTIONS)):
+        notes.append(f"{unused} with {decisions.weights} weights; use weights='streamed'")
+    if decisions.activations == "replicated" and (
+        unused := options.overlap.without_effect(TOKEN_SHARDED_OPTIONS)
+    ):
+        notes.append(f"{unused} with replicated activations; leave it out")
     is_split = decisions.why_unsplit is None
     halves = "two half-batches alternate" if is_split else f"off ({decisions.why_unsplit})"
     notes.append(f"batch-split overlap: {halves}")

@@ -1,12 +1,12 @@
-"""Which tokens are a rank's own, where activations are cut over both tensor axes.
+"""Sequence parallelism: which tokens each rank has, where activations are sharded over both tensor axes.
 
-The B*S tokens of a batch are dealt out in the order they have in memory. The residual stream holds 1/x of them and 1/y
-of their features: [1, B*S/x, hidden/y]. The model's own code in front of the first block and behind the last sees
-tensors of the usual shape, [B, S, hidden/y], of which a rank fills in its own tokens and leaves the others zero: that
-code makes masks and positions by this shape and works token by token, so its own tokens come out right.
+The B*S tokens of a batch are split in memory order. On each rank the residual stream holds 1/x of the tokens and 1/y of
+the features: [1, B*S/x, hidden/y]. The model's code before the first block and after the last one sees tensors of the
+usual shape, [B, S, hidden/y], in which only the local tokens are filled in and the others are zero. That code derives
+masks and positions from the shape and works token by token, so the values of the local tokens are right.
 
-Attention reads the shape of its input, and sees a `ShapeProxy`: the shape without the numbers, which the projections
-gather themselves.
+Attention modules read the shape of their input. They get a `ShapeProxy`, which has the shape of the full input but no
+values; the projections gather the values themselves.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fourfold.parallel.linear_op import Cut
 
 @dataclass(frozen=True)
 class Cuts:
-    """How a linear's input is cut over ``out_axis``, and its output over ``in_axis``."""
+    """How a linear's input is sharded over ``out_axis``, and its output over ``in_axis``."""
 
     enter: Cut
     leave: Cut
-    # Key/value heads of which several ranks of ``in_axis`` use one: the columns that this rank uses of a complete output.
+    # Where several ranks of ``in_axis`` use the same key/value head: the columns of the full output that this rank uses.
     used_columns: slice | None = None
     kv_heads: int = 0
 
@@ -45,34 +45,34 @@ REPLICATED = Cuts("whole", "whole")
 
 
 class Tokens:
-    """The tokens of the batch that is in the model."""
+    """How the tokens of the current batch are split over the ranks."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        # By thread: the halves of an interleaved batch are in the model at the same time.
+        # Thread-local, because two half-batches may be in the model at the same time.
         self._mine = threading.local()
 
     def begin(self, ids: Tensor) -> None:
-        """A forward begins with these ids."""
+        """Start a forward with these ids."""
         shape = tuple(ids.shape)
         if not self.divide(shape):
             axis, ranks = ("x", self.grid.x) if ids.numel() % self.grid.x else ("y", self.grid.y)
             raise UnsupportedError(
                 f"{axis}={ranks} does not divide the {' * '.join(map(str, shape))} = {ids.numel()} tokens of a rank's batch; "
-                f"use sequences whose tokens divide by {ranks}, or activations='replicated'"
+                f"use a number of tokens that is a multiple of {ranks}, or activations='replicated'"
             )
         self._mine.shape = shape
 
-    def refuse_slices(self, kept: object) -> None:
-        """``kept``: what is asked for as ``logits_to_keep``. As many as an x rank has would be taken for its own."""
+    def reject_slices(self, kept: object) -> None:
+        """Reject ``logits_to_keep``: N kept tokens could be mistaken for the N tokens of an x rank."""
         if isinstance(kept, Tensor) or kept:
             raise UnsupportedError(
-                f"logits_to_keep={kept} leaves some of the tokens out, and they are cut over x={self.grid.x} and y={self.grid.y}; "
-                "take them from the logits of all, or use activations='replicated'"
+                f"logits_to_keep={kept} drops some of the tokens, but tokens are sharded over x={self.grid.x} and y={self.grid.y}; "
+                "select from the logits of all tokens, or use activations='replicated'"
             )
 
     def divide(self, shape: tuple[int, ...]) -> bool:
-        """Can a batch of this shape be dealt out?"""
+        """Can a batch of this shape be split over x and over y?"""
         return math.prod(shape) % self.grid.x == 0 == math.prod(shape) % self.grid.y
 
     @property
@@ -81,15 +81,15 @@ class Tokens:
         shape: tuple[int, ...] | None = getattr(self._mine, "shape", None)
         if shape is None:
             raise UnsupportedError(
-                "token-sharded activations begin at the model's embedding, which did not run: pass input_ids, not "
-                "inputs_embeds; for blocks that compute again in backward use activation_checkpointing='full', not the model's "
+                "token-sharded activations start at the model's embedding, which did not run: pass input_ids, not "
+                "inputs_embeds; to recompute blocks in backward use activation_checkpointing='full', not the model's "
                 "gradient_checkpointing_enable(); or use activations='replicated'"
             )
         return shape
 
     @contextmanager
-    def of(self, shape: tuple[int, ...] | None) -> Iterator[None]:
-        """A forward begins, of a batch that is not known yet; or a block computes again for an earlier one."""
+    def using(self, shape: tuple[int, ...] | None) -> Iterator[None]:
+        """Use this batch shape inside: None before the batch is known, an earlier one when a block is recomputed."""
         before = getattr(self._mine, "shape", None)
         self._mine.shape = shape
         try:
@@ -98,40 +98,40 @@ class Tokens:
             self._mine.shape = before
 
     def count(self, axis: Axis | None = None) -> int:
-        """The tokens of the batch, or of one rank of ``axis``."""
+        """The number of tokens of the batch, or of one rank of ``axis``."""
         return math.prod(self.shape) // self.grid.size(axis)
 
     def own(self, hidden: Tensor, who: str) -> Tensor:
-        """This rank's tokens of the residual stream, whether they come alone or in their places."""
+        """The local tokens of the residual stream, given these alone or in a tensor of the batch's shape."""
         rows = hidden.shape[:-1].numel()
         if rows == self.count("x"):
             return hidden if hidden.ndim == 2 else hidden.reshape(1, rows, hidden.shape[-1])
         if rows != self.count():
             raise UnsupportedError(
                 f"{who} got {rows} tokens, neither the {self.count()} of the batch {self.shape} nor the {self.count('x')} "
-                "of one x rank: the model's code took some of them away, which cannot be told from another cut; let it keep all, or "
+                "of one x rank: the model's code dropped some of them, and the rest cannot be matched to ranks; keep all tokens, or "
                 "use activations='replicated'"
             )
         flat = hidden.reshape(1, rows, hidden.shape[-1])
         own = flat.narrow(1, self.grid.coordinate("x") * self.count("x"), self.count("x"))
-        return own.clone()  # a view, kept for backward, would keep all of it
+        return own.clone()  # a view that is saved for backward would keep all tokens alive
 
-    def placed(self, own: Tensor) -> Tensor:
-        """A tensor of the usual shape with this rank's tokens in their places, the others zero."""
+    def to_batch_shape(self, own: Tensor) -> Tensor:
+        """A tensor of the batch's shape with the local tokens at their positions, and zeros elsewhere."""
         if own.shape[:-1].numel() == self.count():
             return own if own.shape[:-1] == self.shape else own.view(*self.shape, own.shape[-1])
         first = self.grid.coordinate("x") * self.count("x")
-        return cast(Tensor, _Placed.apply(own, (*self.shape, own.shape[-1]), first))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _ToBatchShape.apply(own, (*self.shape, own.shape[-1]), first))  # type: ignore[no-untyped-call]
 
 
-class _Placed(torch.autograd.Function):
+class _ToBatchShape(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, shape: tuple[int, ...], first: int) -> Tensor:
         ctx.first, ctx.own_shape = first, own.shape
-        whole = own.new_zeros(shape)  # and not a view: FSDP2 warns of a module that returns one
+        full = own.new_zeros(shape)  # not a view: FSDP2 warns about modules that return views
         flat = own.reshape(-1, shape[-1])
-        whole.view(-1, shape[-1])[first : first + flat.shape[0]] = flat
-        return whole
+        full.view(-1, shape[-1])[first : first + flat.shape[0]] = flat
+        return full
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -140,8 +140,8 @@ class _Placed(torch.autograd.Function):
         return flat[ctx.first : ctx.first + rows].reshape(ctx.own_shape), None, None
 
 
-class _Scattered(torch.autograd.Function):
-    """Parts of a sum over x, for all tokens, become the sums of a rank's own; the gradients of all are gathered."""
+class _ReduceScatterTokens(torch.autograd.Function):
+    """Forward: reduce-scatter over x, from partial sums of all tokens to the local tokens. Backward: all-gather."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, collectives: Collectives, module: str) -> Tensor:
@@ -157,21 +157,21 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         own = gradients[0].contiguous()
-        whole = own.new_empty(ctx.shape)
-        ctx.collectives.all_gather(whole, own, "x", "activation", module=ctx.module).wait()
-        return whole, None, None
+        full = own.new_empty(ctx.shape)
+        ctx.collectives.all_gather(full, own, "x", "activation", module=ctx.module).wait()
+        return full, None, None
 
 
-def scattered(parts: Tensor, collectives: Collectives, module: str) -> Tensor:
+def reduce_scatter_tokens(parts: Tensor, collectives: Collectives, module: str) -> Tensor:
     if collectives.size("x") == 1:
         return parts
-    return cast(Tensor, _Scattered.apply(parts, collectives, module))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ReduceScatterTokens.apply(parts, collectives, module))  # type: ignore[no-untyped-call]
 
 
 class ShapeProxy(Tensor):
-    """The shape of a module's input without its numbers; ``own`` has those of this rank's tokens.
+    """The shape of a module's full input without its values; ``own`` holds the values of the local tokens.
 
-    Whoever computes with it would compute with nothing: it is refused, with the line of code that did.
+    Any operation on it raises an error that names the line of code, because there are no values to compute with.
     """
 
     own: Tensor
@@ -179,9 +179,9 @@ class ShapeProxy(Tensor):
 
     @staticmethod
     def __new__(cls, own: Tensor, shape: tuple[int, ...], module: str) -> ShapeProxy:
-        stand_in = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
-        stand_in.own, stand_in.module = own, module
-        return stand_in
+        proxy = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
+        proxy.own, proxy.module = own, module
+        return proxy
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -192,22 +192,22 @@ class ShapeProxy(Tensor):
         module = next(a.module for a in tree_leaves((args, kwargs)) if isinstance(a, ShapeProxy))
         line = line_of_model(traceback.extract_stack())
         raise UnsupportedError(
-            f"{module} computes with its input otherwise than by its projections ({function}, {line}), but of token-sharded "
-            "activations it has only a part; use activations='replicated'"
+            f"{module} uses its input outside of its projections ({function}, {line}), but with token-sharded "
+            "activations each rank has only a part of it; use activations='replicated'"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"StandIn({tuple(self.shape)} of {self.module})"
+        return f"ShapeProxy({tuple(self.shape)} of {self.module})"
 
 
-def show_whole_shape(module: nn.Module, name: str, tokens: Tokens) -> None:
-    """Let an attention see the shape of the complete hidden states, where it gets its rank's own tokens."""
+def show_full_shape(module: nn.Module, name: str, tokens: Tokens) -> None:
+    """Let an attention module see the shape of the full hidden states, although it gets the local tokens only."""
 
     def show(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(own, Tensor):
             raise UnsupportedError(
-                f"{name} is called without hidden_states, so it is not known which of its arguments is sharded by tokens; "
+                f"{name} is called without hidden_states, so it is not known which of its arguments is token-sharded; "
                 "use activations='replicated'"
             )
         proxy = ShapeProxy(tokens.own(own, name), (*tokens.shape, own.shape[-1]), name)
@@ -215,5 +215,5 @@ def show_whole_shape(module: nn.Module, name: str, tokens: Tokens) -> None:
             return (proxy, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": proxy}
 
-    # First: other hooks read the shape of the batch from what they are given.
+    # Before the other hooks, which read the shape of the batch from their arguments.
     module.register_forward_pre_hook(show, with_kwargs=True, prepend=True)

@@ -1,8 +1,8 @@
-"""What each module does where activations are cut over both tensor axes, and what stands in the way of it.
+"""What each module does where activations are sharded over both tensor axes, and what prevents it.
 
-Outside attention all work between linears is done token by token, so that a linear may leave any part of the tokens on
-a rank. Attention needs complete sequences; it works on 1/(x*y) of the heads or, where those do not divide, on 1/x of the
-heads on each y rank. The report says which.
+Outside attention all work between linears is done token by token, so a rank may have any part of the tokens. Attention
+needs complete sequences: each rank computes 1/(x*y) of the heads or, where x*y does not divide them, 1/x of the heads on
+every y rank. The report says which.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from fourfold.mesh.grid import Grid
 from fourfold.parallel.options import ActivationsWanted
 from fourfold.parallel.sequence import Cuts, Tokens
 
-_NOT_BY_TOKENS = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
+_NOT_TOKEN_SHARDED = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
 
 
 @dataclass
 class SequenceRoles:
-    """What `swap.py` needs to know."""
+    """The decisions that `replace_modules.py` applies."""
 
     tokens: Tokens
     # Linears by name.
     cuts: dict[str, Cuts] = field(default_factory=dict)
-    # Over which axes the gradient of a parameter is a sum of the ranks' parts, by the module or parameter of its role.
+    # The axes over which the gradient of a parameter has to be summed, by the name of its role's module or parameter.
     gradient_axes: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
     # Attention modules whose heads are sharded over y as well.
     by_heads: set[str] = field(default_factory=set)
@@ -45,7 +45,7 @@ class SequenceRoles:
 def choose_activations(
     model: nn.Module, roles: Sequence[Role], grid: Grid, wanted: ActivationsWanted
 ) -> tuple[SequenceRoles | None, str]:
-    """What each module does where tokens are sharded over x and y, or None if activations are replicated; and why."""
+    """What each module does where tokens are sharded over x and y, or None if activations are replicated; and the reason."""
     if grid.x * grid.y == 1:
         return None, "x = y = 1: nothing to shard"
     if wanted == "replicated":
@@ -63,59 +63,59 @@ def choose_activations(
 
 
 def shard_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> SequenceRoles:
-    """Raises `UnsupportedError` where activations cannot be cut by their tokens."""
+    """What each module does; raises `UnsupportedError` if this model's activations cannot be token-sharded."""
     name = type(model).__name__
     config = getattr(model, "config", None)
     anatomy = Anatomy(model)
     if anatomy.embedding is None or anatomy.head is None or not hasattr(model, "loss_function"):
         raise UnsupportedError(
-            f"{name} is no Hugging Face causal LM with an embedding and a head, between which tokens could be cut over "
+            f"{name} is not a Hugging Face causal LM with an embedding and a head, between which tokens could be sharded over "
             f"x={grid.x} and y={grid.y}; use activations='replicated'"
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(
-            f"{name} has an encoder and a decoder, with other tokens each, and they are cut over x={grid.x} and y={grid.y} "
-            f"for one batch of tokens only{_code(model.modules(), 'encoder')}; use activations='replicated'"
+            f"{name} has an encoder and a decoder with different tokens, but only one batch of tokens can be sharded over "
+            f"x={grid.x} and y={grid.y}{_code(model.modules(), 'encoder')}; use activations='replicated'"
         )
     if getattr(model, "is_gradient_checkpointing", False):
         raise UnsupportedError(
-            f"{name}.gradient_checkpointing_enable() was called: its blocks would compute again without knowing of which batch the "
-            f"tokens are that x={grid.x} and y={grid.y} cut; use activation_checkpointing='full' instead, or "
+            f"{name}.gradient_checkpointing_enable() was called: its blocks would be recomputed without knowing which batch the "
+            f"tokens sharded over x={grid.x} and y={grid.y} belong to; use activation_checkpointing='full' instead, or "
             "activations='replicated'"
         )
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     if not any(r.word == "norm" and not any(r.name.startswith(f"{n}.") for n in lists) for r in roles):
         owners, own = [n.rpartition(".")[0] for n in lists], [n.rpartition(".")[2] for n in lists]
         raise UnsupportedError(
-            f"{name} has no norm behind its last block, at which tokens that are cut over x={grid.x} and y={grid.y} would get their "
-            f"places in the batch back{_code(map(anatomy.modules.get, owners), *own)}; use activations='replicated'"
+            f"{name} has no norm after its last block, which would return tokens that are sharded over x={grid.x} and y={grid.y} to "
+            f"the batch's shape{_code(map(anatomy.modules.get, owners), *own)}; use activations='replicated'"
         )
     for role in roles:
-        if role.word in _NOT_BY_TOKENS:
+        if role.word in _NOT_TOKEN_SHARDED:
             parent, _, child = role.name.rpartition(".")
             raise UnsupportedError(
-                f"{role.name} has the role {role.word!r}, whose output is whole on each rank and not cut by its tokens over "
+                f"{role.name} has the role {role.word!r}, whose output is complete on each rank instead of token-sharded over "
                 f"x={grid.x} and y={grid.y}{_code([anatomy.modules.get(parent)], child)}; use activations='replicated'"
             )
     out = SequenceRoles(Tokens(grid))
-    inside: dict[str, list[Role]] = {}
+    by_parent: dict[str, list[Role]] = {}
     for role in roles:
         parent = role.name.rpartition(".")[0]
         if anatomy.in_attention(role.name) or "attn" in parent.rpartition(".")[2]:
-            inside.setdefault(parent, []).append(role)
-    whole: dict[str, int] = {}
-    for parent, members in inside.items():
+            by_parent.setdefault(parent, []).append(role)
+    reasons: dict[str, int] = {}
+    for parent, members in by_parent.items():
         if not any(r.out_axis == "x" for r in members):
             continue
         out.attention.add(parent)
-        why = _why_whole(anatomy, parent, members, grid)
+        why = _why_not_over_y(anatomy, parent, members, grid)
         if why is None:
             out.by_heads.add(parent)
         else:
-            whole[why] = whole.get(why, 0) + 1
+            reasons[why] = reasons.get(why, 0) + 1
     out.notes += [
         f"attention's core is computed on each of the {grid.y} y ranks: {why} ({count} modules)"
-        for why, count in whole.items()
+        for why, count in reasons.items()
     ]
     for role in roles:
         if role.in_axis is not None:
@@ -125,11 +125,11 @@ def shard_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Se
 
 
 def _code(owners: Iterable[nn.Module | None], *children: str) -> str:
-    """Where one of them uses one of its children: the line that stands in the way."""
+    """The line of code in which one of ``owners`` uses one of its ``children``."""
     for owner in filter(None, owners):
         try:
             lines, first = inspect.getsourcelines(type(owner).forward)
-        except (OSError, TypeError):  # made without a file
+        except (OSError, TypeError):  # the class has no source file
             continue
         for number, line in enumerate(lines, first):
             if any(re.search(rf"self\.{child}\b", line) for child in children):
@@ -138,8 +138,8 @@ def _code(owners: Iterable[nn.Module | None], *children: str) -> str:
     return ""
 
 
-def _why_whole(anatomy: Anatomy, parent: str, members: Sequence[Role], grid: Grid) -> str | None:
-    """Why an attention's heads cannot be cut over y as well; None if they can."""
+def _why_not_over_y(anatomy: Anatomy, parent: str, members: Sequence[Role], grid: Grid) -> str | None:
+    """Why the heads of an attention module cannot be sharded over y as well; None if they can."""
     parts = grid.x * grid.y
     if grid.y == 1:
         return None
@@ -154,7 +154,7 @@ def _why_whole(anatomy: Anatomy, parent: str, members: Sequence[Role], grid: Gri
         return f"x*y={parts} neither divides its {kv_heads} key/value heads nor is a multiple of them"
     for role in members:
         if role.word in ("norm_x", "heads"):
-            return f"{role.name.rpartition('.')[2]} looks at the heads of a whole x rank"
+            return f"{role.name.rpartition('.')[2]} works on all heads of an x rank"
         module = anatomy.modules.get(role.name)
         if role.in_axis is None or module is None:
             continue
@@ -188,7 +188,7 @@ def _cuts(role: Role, anatomy: Anatomy, out: SequenceRoles, grid: Grid) -> Cuts:
     kv_heads = kv_heads or heads
     if kv_heads % (grid.x * grid.y) == 0 or SEPARATE_KV.search(role.name) is None:
         return Cuts("tokens", "features")
-    # The key/value heads of this x rank are fewer than its y ranks: each of these uses one.
+    # This x rank has fewer key/value heads than there are y ranks: each y rank uses one of them.
     here = max(1, kv_heads // grid.x)
     width = linear_shape(anatomy.modules[role.name])[1] // kv_heads
     used = grid.coordinate("y") * here // grid.y
@@ -196,7 +196,7 @@ def _cuts(role: Role, anatomy: Anatomy, out: SequenceRoles, grid: Grid) -> Cuts:
 
 
 def _gradient_axes(role: Role, out: SequenceRoles) -> tuple[Axis, ...]:
-    """Over which axes other ranks use the same numbers of a parameter, for other tokens or heads."""
+    """The axes along which ranks use the same values of a parameter for different tokens or heads."""
     in_attention, by_heads = _inside(role, out.attention), _inside(role, out.by_heads)
     match role.word:
         case "norm" | "features" | "embedding_colwise":
@@ -214,7 +214,7 @@ def _inside(role: Role, modules: set[str]) -> bool:
 
 
 def head_parts(name: str, roles: SequenceRoles | None, grid: Grid) -> tuple[int, int]:
-    """(into how many parts the heads of an attention are cut, which of them is this rank's)."""
+    """The number of parts into which the heads of an attention module are split, and the index of this rank's part."""
     if roles is None or name not in roles.by_heads:
         return grid.x, grid.coordinate("x")
     return math.prod((grid.x, grid.y)), grid.coordinate("x") * grid.y + grid.coordinate("y")

@@ -1,4 +1,4 @@
-"""What begins and ends with a forward: of the model, and of a block, which may be recomputed in backward."""
+"""Wrap the forward of the model and of its blocks: set up state before it, clean up after it, recompute it in backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fourfold.parallel.sequence import Tokens
 
 
 class Inside:
-    """Is a forward under way? Then stock modules read local tensors where their parameters are DTensors."""
+    """True while a forward runs: then stock modules read local tensors although their parameters are DTensors."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -43,22 +43,22 @@ def wrap_model(
     guard: LossGuard | None,
     tokens: Tokens | None = None,
 ) -> None:
-    """Inside FSDP2's hooks, which handle the parameters as they are."""
+    """Wrap the model's forward; it runs inside FSDP2's hooks, which handle the parameters themselves."""
     inner = model.forward
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if tokens is not None:
-            tokens.refuse_slices(kwargs.get("logits_to_keep"))
+            tokens.reject_slices(kwargs.get("logits_to_keep"))
         if guard is not None:
             guard.expect()
         try:
-            with inside.entered(), tokens.of(None) if tokens is not None else nullcontext():
+            with inside.entered(), tokens.using(None) if tokens is not None else nullcontext():
                 output = inner(*args, **kwargs)
         finally:
             if dropout is not None:
                 dropout.leave()
-            # Results that nobody asked for must not be taken for those of the next forward, or keep its graph alive.
+            # Unused results must not be mistaken for those of the next forward, or keep a graph alive.
             for group in groups:
                 group.settle()
         if guard is not None:
@@ -77,8 +77,9 @@ def wrap_block(
     recomputed: bool,
     tokens: Tokens | None = None,
 ) -> None:
+    """Wrap a block's forward: local tokens in, recomputed in backward if asked for, dropout in the right state."""
     inner = block.forward
-    # What cuts the residual stream between two linears.
+    # The axes that shard the residual stream.
     axes: tuple[Axis, ...] = ("y",) if tokens is None else ("y", "x")
 
     @functools.wraps(inner)
@@ -91,10 +92,10 @@ def wrap_block(
             try:
                 return inner(*args, **kwargs)
             finally:
-                # A recomputed forward ends early, by an exception, and must not leave its state to the next step.
+                # A recomputed forward is stopped early by an exception, and must not leave its state to the next step.
                 dropout.leave()
 
-    # Inside FSDP2's hooks: backward has gathered the block's weights before the second forward of a recomputed one runs.
+    # Inside FSDP2's hooks, so that the block's weights are gathered in backward before it is recomputed.
     if tokens is not None:
         block.forward = _with_own_tokens(name, tokens, forward, recomputed=recomputed)
     elif recomputed:
@@ -102,7 +103,7 @@ def wrap_block(
     else:
         block.forward = forward
     if dropout is not None:
-        # The checkpoint restores the shared state, so a block has to begin in it.
+        # The checkpoint restores the shared state, so a block has to start with it.
         block.register_forward_pre_hook(lambda *_: dropout.leave())
         block.register_forward_hook(lambda *_: dropout.enter(*axes))
 
@@ -110,25 +111,25 @@ def wrap_block(
 def _with_own_tokens(
     name: str, tokens: Tokens, forward: Callable[..., Any], *, recomputed: bool
 ) -> Callable[..., Any]:
-    """The first block takes its rank's tokens out of the whole batch; the others get them from the one before."""
+    """The first block selects the local tokens of the batch; the others get them from the previous block."""
 
-    def of_batch(shape: tuple[int, ...], own: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with tokens.of(shape):  # a recomputed forward comes when another batch may have been in the model
+    def with_shape(shape: tuple[int, ...], own: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with tokens.using(shape):  # another batch may have run before this one is recomputed
             return forward(own, *args, **kwargs)
 
     def enter(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         arguments = (tokens.shape, tokens.own(hidden_states, name), *args)
         if recomputed:
-            return recompute(of_batch, *arguments, use_reentrant=False, **kwargs)
-        return of_batch(*arguments, **kwargs)
+            return recompute(with_shape, *arguments, use_reentrant=False, **kwargs)
+        return with_shape(*arguments, **kwargs)
 
     return enter
 
 
 def disable_caches(model: nn.Module) -> int:
-    """Keep no key/value cache in training; returns how many configurations asked for one.
+    """Turn off key/value caches for training; returns the number of configs that had one turned on.
 
-    The part of a multimodal model that reads text has a configuration of its own.
+    The text part of a multimodal model has a config of its own.
     """
     caching = [m.config for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", None)]
     for config in caching:

@@ -1,4 +1,4 @@
-"""Where the time of a step went: to computation, and to waiting for each axis."""
+"""Where the time of a step went: computation, and exposed communication of each axis."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fourfold.weights.api import backend_of
 
 @dataclass
 class StepReport:
-    """The seconds of one rank in one step; filled in when the step is over.
+    """The time of one step on one rank; filled in when the step is over.
 
-    ``compute_s`` is the time in which this rank, on CUDA the stream that computes, did not wait for a collective. On CUDA
-    the waits of FSDP2 are its own and count as computation.
+    ``compute_s`` is the time in which this rank did not wait for a collective; on CUDA, in which its compute stream did not.
+    On CUDA the waits inside FSDP2 are not observed and count as computation.
     """
 
     step_s: float = 0.0
     entries: list[Entry] = field(default_factory=list)
 
     def exposed_s(self, axis: Axis | None = None) -> float:
-        """Seconds that this rank stood waiting for an axis, or for all of them."""
+        """Exposed communication: the seconds that this rank waited for an axis, or for all axes."""
         return sum(e.exposed_s for e in self.entries if axis is None or e.axis == axis)
 
     @property
@@ -46,7 +46,7 @@ class StepReport:
 
 @contextmanager
 def measure_step(grid: Grid) -> Iterator[StepReport]:
-    """Time what happens inside, and the waiting in it.
+    """Measure the time of the body, and the part of it spent waiting for collectives.
 
     Example:
         >>> with measure_step(grid) as report:
@@ -67,7 +67,7 @@ def measure_step(grid: Grid) -> Iterator[StepReport]:
 def describe_layout(
     model: nn.Module, grid: Grid, micro_batches: int, activation_checkpointing: str, keep_bytes: int
 ) -> dict[str, Any]:
-    """The layout that ran, as the planner's `Layout` takes it; only streamed weights can be kept."""
+    """The layout of a model in the fields of the planner's `Layout`; ``keep_bytes`` applies to streamed weights only."""
     backend = backend_of(model)
     streamed = backend is not None and backend.name == "streamed"
     return {
@@ -81,11 +81,13 @@ def describe_layout(
 
 
 def _describe_activations(model: nn.Module) -> dict[str, Any]:
-    """As any linear has them that is cut by tokens."""
-    cut = next((m for m in model.modules() if isinstance(m, Linear4D) and m.group.tokens is not None), None)
-    if cut is None:
+    """The settings of any linear whose activations are token-sharded."""
+    sharded = next(
+        (m for m in model.modules() if isinstance(m, Linear4D) and m.group.tokens is not None), None
+    )
+    if sharded is None:
         return {"activations": "replicated", "keep_inputs": True}
-    return {"activations": "token-sharded", "keep_inputs": cut.group.overlap.keep_inputs}
+    return {"activations": "token-sharded", "keep_inputs": sharded.group.overlap.keep_inputs}
 
 
 def save_run(
@@ -101,9 +103,10 @@ def save_run(
     keep_bytes: int = 0,
     precision: str = "bf16",
 ) -> None:
-    """Write the medians of some steps, and what ran, for ``fourfold plan --against``. One rank writes.
+    """Write the median times of some steps, and the layout, for ``fourfold plan --against``. Call it on one rank.
 
-    Measure whole steps, with clipping and optimizer, and leave the first two out. ``sequences`` is the global batch of a step.
+    Measure complete steps, including clipping and the optimizer, and leave out the first two. ``sequences`` is the global
+    batch size of a step.
 
     Example:
         >>> with measure_step(grid) as report:
@@ -111,11 +114,11 @@ def save_run(
         >>> save_run(folder / "run.json", [report], model, grid, sequences=2, length=8)
     """
     if not reports:
-        raise ValueError("0 steps were measured; give at least 1 report of measure_step")
+        raise ValueError("0 steps were measured; pass at least 1 report of measure_step")
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise ValueError(
-            f"{type(model).__name__} has no Hugging Face configuration to save; give a model that has one"
+            f"{type(model).__name__} has no Hugging Face config to save; pass a model that has one"
         )
     run: dict[str, Any] = {
         "model": config.to_dict(),

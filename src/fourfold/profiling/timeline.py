@@ -1,8 +1,8 @@
-"""A timeline of a step for chrome://tracing or ui.perfetto.dev: the profiler's, with every collective and wait named.
+"""A timeline of a step for chrome://tracing or ui.perfetto.dev: the profiler's trace, with every collective and wait named.
 
-PyTorch's profiler shows operators and, on CUDA, kernels. Beside them come two processes of our own: collectives in
-flight, a track for each axis, and the waits for them. On CUDA a collective's kernel is the profiler's; ours is the span
-from its start on the host to the wait for it.
+PyTorch's profiler shows operators and, on CUDA, kernels. This adds two processes to its trace: the collectives in flight,
+with one track for each axis, and the waits for them. On CUDA the profiler shows the kernel of a collective; the event
+added here reaches from its start on the host to the wait for it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fourfold.mesh.axes import AXES
 from fourfold.mesh.collectives import InFlightCollective
 from fourfold.mesh.grid import Grid
 
-# Process ids of our own tracks; above any of the operating system's (2^22 at most on Linux).
-_FLIGHTS, _WAITS = 10_000_001, 10_000_002
+# Process ids of the added tracks; higher than any real process id (at most 2^22 on Linux).
+_IN_FLIGHT, _WAITS = 10_000_001, 10_000_002
 
 
 @contextmanager
 def timeline(path: str | Path, grid: Grid) -> Iterator[None]:
-    """Write the trace of what happens inside to ``path``, from rank 0; with ``{rank}`` in it, from every rank.
+    """Write a trace of the body to ``path``, from rank 0; if ``path`` contains ``{rank}``, from every rank.
 
     Example:
         >>> with timeline(folder / "step.json", grid):
@@ -56,19 +56,25 @@ def timeline(path: str | Path, grid: Grid) -> Iterator[None]:
 
 
 def events(flights: list[InFlightCollective], origin_ns: int) -> list[dict[str, Any]]:
-    """The trace events of collectives and waits; times are microseconds since ``origin_ns``."""
+    """The trace events of collectives and waits; times are in microseconds since ``origin_ns``."""
 
     def micro(ns: int) -> float:
         return (ns - origin_ns) / 1e3
 
     out: list[dict[str, Any]] = []
-    for process, name, place in ((_FLIGHTS, "collectives in flight", -2), (_WAITS, "waits", -1)):
+    for process, name, order in ((_IN_FLIGHT, "collectives in flight", -2), (_WAITS, "waits", -1)):
         out.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
-        out.append({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": place}})
+        out.append({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": order}})
     for number, axis in enumerate(AXES):
-        for process in (_FLIGHTS, _WAITS):
-            named = {"ph": "M", "name": "thread_name", "pid": process, "tid": number, "args": {"name": axis}}
-            out.append(named)
+        for process in (_IN_FLIGHT, _WAITS):
+            thread_name = {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": process,
+                "tid": number,
+                "args": {"name": axis},
+            }
+            out.append(thread_name)
     for i, flight in enumerate(flights):
         track = AXES.index(flight.axis)
         name = f"{flight.axis} {flight.kind} {flight.module or flight.purpose}"
@@ -81,8 +87,8 @@ def events(flights: list[InFlightCollective], origin_ns: int) -> list[dict[str, 
             "exposed_s": sum(end - start for start, end in flight.waits_ns) / 1e9,
         }
         end_ns = flight.done_ns or max((end for _, end in flight.waits_ns), default=flight.issued_ns)
-        # Several may be in flight at once on one axis: asynchronous events, which a viewer puts side by side.
-        common = {"cat": "collective", "id": i, "pid": _FLIGHTS, "tid": track, "name": name}
+        # Asynchronous events, because several collectives of one axis may be in flight at once.
+        common = {"cat": "collective", "id": i, "pid": _IN_FLIGHT, "tid": track, "name": name}
         out.append({**common, "ph": "b", "ts": micro(flight.issued_ns), "args": arguments})
         out.append({**common, "ph": "e", "ts": micro(end_ns)})
         for start_ns, stop_ns in flight.waits_ns:

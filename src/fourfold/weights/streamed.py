@@ -1,20 +1,20 @@
-"""Streamed weights: our own schedule on (z, data), on nothing but c10d's asynchronous collectives and their `wait`.
+"""Streamed weights: a prefetching weights back end that uses only c10d's asynchronous collectives and their `wait`.
 
-A weight is stored in rows over z. Where the model reads it, it is gathered into a whole block; after its use the block's
-memory is given back. Backward asks for it again, before the gradient of the module's output is used.
+The rows of a weight are sharded over z. When the model reads the weight, it is gathered into a block; after its use the
+block's memory is freed. In backward it is gathered again, before the gradient of the module's output is used.
 
-    gather      The order in which weights are read is recorded in the first step, forward and backward (a recomputed
-                forward included). From then on the next ones are gathered while this one is in use.
-    scatter     A weight's gradient, once complete, goes into a reduce-scatter over z; the all-reduce of the result over
-                data starts one block later. They are waited for at the end of backward. Where x or y ranks have parts
-                of it, these are summed first, behind the rest of the block.
+    gather      The first step records the order in which weights are read, in forward and in backward (including
+                recomputed forwards). From then on the next weights are gathered while the current one is in use.
+    scatter     Once a weight's gradient is complete, it is reduce-scattered over z; the all-reduce of the result over
+                data starts one block later. Both are waited for at the end of backward. Where x or y ranks have parts of
+                the gradient, these are summed first, while the rest of the block is computed.
 
-Each weight has a collective of its own, straight from the shard into the block and from the gradient into the shard's
-gradient: no copy where the rows divide by z. Small ones (norms, biases) share one collective each way.
+Each weight has its own collectives, directly from the shard into the block and from the gradient into the shard's
+gradient, without a copy if z divides the rows. Small weights (norms, biases) share one collective in each direction.
 
-The parameters of the model are the shards, DTensors, at all times. What forward reads is a plain tensor, the block, whose
-memory comes and goes: autograd keeps the tensor, not the memory, as FSDP2 does. Correctness does not lean on the
-recorded order: what was not foreseen is gathered when it is read.
+The parameters of the model are always the shards, as DTensors. Forward reads a plain tensor, the block, whose memory is
+allocated and freed: as in FSDP2, autograd keeps the tensor but not its memory. The results do not depend on the recorded
+order: a weight that was not prefetched is gathered when it is read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fourfold.weights.streamed_weight import StreamedWeight, largest_block_bytes
 
 
 class StreamedWeights:
-    """All weights of a model, and what is in flight."""
+    """All weights of a model, and the collectives in flight."""
 
     name: Literal["streamed"] = "streamed"
 
@@ -53,12 +53,12 @@ class StreamedWeights:
         self._grid, self._collectives = grid, grid.collectives
         self._overlap, self._half_batches = overlap, half_batches
         self._weights = shard_parameters(model, grid, blocks, dtype, overlap.bundle_bytes)
-        self._by_place = {place: w for w in self._weights for place in w.places}
+        self._by_holder = {holder: w for w in self._weights for holder in w.holders}
         self._small = [w for w in self._weights if w.is_small and not w.is_alias]
-        self._small_is_here = False
+        self._small_is_gathered = False
         self._small_pending: Pending | None = None
         self._small_buffer: Tensor | None = None
-        # Weights in the order of their use, as recorded, and how far this step has come.
+        # The recorded order in which weights are used, and the position of this step in it.
         self._order: list[StreamedWeight] = []
         self._this_order: list[StreamedWeight] = []
         self._this_forward_length = 0
@@ -66,23 +66,23 @@ class StreamedWeights:
         self._forward_length = 0
         self._kept: set[StreamedWeight] = set()
         self._in_forward = self._in_backward = False
-        # Modules whose forward is under way.
+        # Modules whose forward is running.
         self._entered: Counter[nn.Module] = Counter()
-        # Gradients on their way: parts over x and y, then over z, and then over data.
+        # Gradients in flight: summed over x and y, then reduce-scattered over z, then all-reduced over data.
         self._sends_gradients = True
         self._summing: deque[_Gradient] = deque()
         self._scattering: deque[_Gradient] = deque()
-        self._arrived: list[_Gradient] = []
+        self._reducing: list[_Gradient] = []
         self._last_block = -2
         limit_bytes = overlap.in_flight_bytes
         self._limit_bytes = 2 * largest_block_bytes(self._weights) if limit_bytes is None else limit_bytes
 
         for weight in self._weights:
             weight.on_gradient = self._take_gradient
-        for module in {module: None for module, _ in self._by_place}:
+        for module in {module: None for module, _ in self._by_holder}:
             set_backend(module, self)
             held = [
-                self._by_place[module, key] for key in module._parameters if (module, key) in self._by_place
+                self._by_holder[module, key] for key in module._parameters if (module, key) in self._by_holder
             ]
             streamed = [w for w in held if not w.is_alias]
             if streamed:
@@ -95,26 +95,26 @@ class StreamedWeights:
             for module in (model, *blocks):
                 module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
 
-    # -- what a model reads -----------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------
 
     def read(self, module: nn.Module, key: str, axes: tuple[Axis, ...], by_sibling: bool) -> Tensor:
-        weight = self._by_place[module, key]
+        weight = self._by_holder[module, key]
         if not weight.is_alias:
             if weight.is_small:
                 self._need_small()
             else:
                 self._need(weight)
-                # Who reads another module's weight has no hook that asks for it in backward: it has to stay.
+                # No hook gathers a weight in backward for a reader outside its module, so it has to stay gathered.
                 weight.is_read_elsewhere |= not by_sibling and not self._entered[module]
         weight.set_sum_over(axes)
         return weight.block()
 
-    # -- gathering: ahead of use, in the recorded order -------------------------------------------------------------
+    # -- gathering, ahead of use, in the recorded order -------------------------------------------------------------
 
     def _before_forward(self, *_: Any) -> None:
         if _inside_backward():
             return
-        self._start_over()
+        self._reset()
         self._in_forward = True
         if self._small and self._overlap.prefetch:
             self._gather_small()
@@ -139,17 +139,17 @@ class StreamedWeights:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self._entered[module] -= 1
             if _inside_backward():
-                return  # a second forward: backward itself is next to read them
-            asks_again = is_lookup or not torch.is_grad_enabled()
-            if not asks_again:
+                return  # a recomputed forward: backward reads them next
+            can_release = is_lookup or not torch.is_grad_enabled()
+            if not can_release:
                 for tensor in tree_leaves(output):
                     if isinstance(tensor, Tensor) and tensor.requires_grad:
                         tensor.register_hook(before_backward)
-                        asks_again = True
+                        can_release = True
             for weight in weights:
                 weight.passes += 1
                 if (
-                    asks_again
+                    can_release
                     and weight.passes == self._half_batches()
                     and not weight.is_read_elsewhere
                     and not self._needed_soon(weight)
@@ -159,15 +159,15 @@ class StreamedWeights:
         def before_backward(gradient: Tensor) -> None:
             self._enter_backward()
             if has_small:
-                self._need_small()  # released, if another forward or backward came before this one
+                self._need_small()  # released, if another forward or backward ran in between
             for weight in weights:
                 self._need(weight)
 
         return hook
 
     def _need(self, weight: StreamedWeight) -> None:
-        if self._is_alone():
-            # Nothing from an earlier step may be used, and nothing is to stay.
+        if self._is_part_called_alone():
+            # Values from an earlier step must not be used, and nothing should stay gathered.
             weight.release()
             self._gather(weight)
             weight.arrive()
@@ -178,12 +178,12 @@ class StreamedWeights:
         self._gather_ahead()
         weight.arrive()
 
-    def _is_alone(self) -> bool:
-        """A part of the model was called by itself."""
+    def _is_part_called_alone(self) -> bool:
+        """Is a part of the model called on its own?"""
         return not (self._in_forward or self._in_backward)
 
     def _advance(self, weight: StreamedWeight) -> None:
-        """Follow the order of the last step, and record that of this one."""
+        """Advance in the order of the last step, and record the order of this one."""
         if self._position < len(self._order) and self._order[self._position] is weight:
             self._position += 1
         elif weight.is_released or weight.is_in_flight:
@@ -206,8 +206,8 @@ class StreamedWeights:
         weight.pending = self._collectives.all_gather(target, source, "z", "weight", module=weight.name)
 
     def _needed_soon(self, weight: StreamedWeight) -> bool:
-        """Is it among the next weights in use, so that giving it back would mean to gather it again at once?"""
-        if self._is_alone():
+        """Is this one of the next weights in use, so that it would be gathered again at once if it were released?"""
+        if self._is_part_called_alone():
             return False
         return weight in self._kept or (
             torch.is_grad_enabled()
@@ -215,7 +215,7 @@ class StreamedWeights:
         )
 
     def _choose_kept(self) -> None:
-        """The last weights of forward are the first of backward: keep those, within the budget."""
+        """Keep the last weights of forward, within the budget: backward uses them first."""
         self._kept.clear()
         left = self._overlap.keep_bytes
         for weight in dict.fromkeys(reversed(self._this_order)):
@@ -225,7 +225,7 @@ class StreamedWeights:
             self._kept.add(weight)
 
     def _gather_small(self) -> None:
-        """All small weights in one collective."""
+        """Gather all small weights in one collective."""
         parts = [w.gather_input().view(-1) for w in self._small]
         source = torch.cat(parts)
         buffer = source.new_empty(self._grid.z * source.numel())
@@ -235,8 +235,8 @@ class StreamedWeights:
         )
 
     def _need_small(self) -> None:
-        # Where a part of the model is called by itself, nothing from an earlier step may be used.
-        if self._small_is_here and not self._is_alone():
+        # If a part of the model is called on its own, values from an earlier step must not be used.
+        if self._small_is_gathered and not self._is_part_called_alone():
             return
         if self._small_pending is None:
             self._gather_small()
@@ -251,19 +251,19 @@ class StreamedWeights:
             weight.allocate().view(self._grid.z, -1).copy_(by_rank[:, start : start + length])
             start += length
         self._small_buffer = None
-        self._small_is_here = True
+        self._small_is_gathered = True
 
-    # -- scattering: in flight until the end of backward ------------------------------------------------------------
+    # -- scattering, in flight until the end of backward ------------------------------------------------------------
 
     def _enter_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
             self._position = max(self._position, self._forward_length)
-            # There is no public call for what has to happen once a whole backward is over (seen in torch 2.13.0).
+            # There is no public call that runs a function at the end of backward (seen in torch 2.13.0).
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     def _take_gradient(self, weight: StreamedWeight) -> None:
-        """A weight's gradient of this backward is complete."""
+        """Start to reduce the gradient of a weight, which is complete."""
         self._enter_backward()
         gradient = weight.pop_gradient(keep=not self._sends_gradients)
         if not weight.is_small and not weight.is_alias:
@@ -271,10 +271,12 @@ class StreamedWeights:
         if gradient is None:
             return
         if weight.is_small:
-            self._arrived.append(_Gradient(weight, gradient))  # all together, at the end
+            self._reducing.append(
+                _Gradient(weight, gradient)
+            )  # all small ones together, at the end of backward
             return
         if weight.block_index != self._last_block:
-            # What the block before has under way had a block's time: what follows it can start.
+            # The collectives of the previous block had the time of one block to finish: start those that follow them.
             self._reduce_over_data()
             self._scatter_sums()
             self._last_block = weight.block_index
@@ -304,10 +306,10 @@ class StreamedWeights:
     def _scatter(self, item: _Gradient) -> None:
         weight, collectives = item.weight, self._collectives
         if self._grid.z > 1:
-            whole = weight.pad_rows(item.tensor)
-            item.tensor = whole.new_empty(whole.shape[0] // self._grid.z, *whole.shape[1:])
-            item.pending = collectives.reduce_scatter(item.tensor, whole, "z", "gradient", module=weight.name)
-            item.waiting_bytes = whole.numel() * whole.element_size()
+            full = weight.pad_rows(item.tensor)
+            item.tensor = full.new_empty(full.shape[0] // self._grid.z, *full.shape[1:])
+            item.pending = collectives.reduce_scatter(item.tensor, full, "z", "gradient", module=weight.name)
+            item.in_flight_bytes = full.numel() * full.element_size()
             self._scattering.append(item)
             self._limit_in_flight()
         else:
@@ -318,17 +320,17 @@ class StreamedWeights:
             item.pending.wait()
 
     def _limit_in_flight(self) -> None:
-        """Give back the memory of whole gradients that are done, and of the oldest where too many wait."""
-        waiting_bytes = sum(item.waiting_bytes for item in self._scattering)
+        """Free the memory of unsharded gradients that are reduced; above the limit, wait for the oldest."""
+        in_flight_bytes = sum(item.in_flight_bytes for item in self._scattering)
         for item in self._scattering:
-            if not item.pending.is_done() and waiting_bytes <= self._limit_bytes:
+            if not item.pending.is_done() and in_flight_bytes <= self._limit_bytes:
                 break
             item.pending.wait()
-            waiting_bytes -= item.waiting_bytes
-            item.waiting_bytes = 0
+            in_flight_bytes -= item.in_flight_bytes
+            item.in_flight_bytes = 0
 
     def _reduce_over_data(self) -> None:
-        """All ranks come here at the same gradients, so that the order of collectives is the same on all of them."""
+        """Start the all-reduces over data. Every rank calls this at the same gradients, so the order of collectives is equal."""
         if self._grid.data == 1:
             return
         while self._scattering:
@@ -338,26 +340,26 @@ class StreamedWeights:
 
     def _start_data(self, item: _Gradient) -> None:
         item.pending = self._collectives.all_reduce(item.tensor, "data", "gradient", module=item.weight.name)
-        self._arrived.append(item)
+        self._reducing.append(item)
 
     def _after_backward(self) -> None:
         self._scatter_sums()
-        small = [item for item in self._arrived if item.weight.is_small]
-        self._arrived = [item for item in self._arrived if not item.weight.is_small]
+        small = [item for item in self._reducing if item.weight.is_small]
+        self._reducing = [item for item in self._reducing if not item.weight.is_small]
         if small:
-            self._arrived.append(self._scatter_small(small))
+            self._reducing.append(self._scatter_small(small))
         self._reduce_over_data()
-        self._arrived += self._scattering
-        for item in self._arrived:
+        self._reducing += self._scattering
+        for item in self._reducing:
             item.pending.wait()
             for weight, shard_gradient in item.parts():
                 weight.set_gradient(shard_gradient)
         if self._this_forward_length:
             self._order, self._forward_length = self._this_order, self._this_forward_length
-        self._start_over()
+        self._reset()
 
     def _scatter_small(self, items: list[_Gradient]) -> _Gradient:
-        """The gradients of all small weights in one collective over z and one over data; and one for parts of each kind."""
+        """Reduce the gradients of all small weights: one collective for each set of axes to sum over, one over z, one over data."""
         z, name = self._grid.z, "small weights"
         for axes in sorted({i.weight.sum_over for i in items if i.weight.sum_over}):
             parts = [i for i in items if i.weight.sum_over == axes]
@@ -371,7 +373,7 @@ class StreamedWeights:
         pending = self._collectives.all_reduce(shards, "data", "gradient", module=name)
         return _Gradient(items[0].weight, shards, pending, [i.weight for i in items])
 
-    # -- bounds -----------------------------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -384,14 +386,14 @@ class StreamedWeights:
     def reshard(self) -> None:
         """Nothing to do: a forward without gradients releases what it gathered."""
 
-    def _start_over(self) -> None:
-        """Nothing is gathered, nothing in flight: what a step begins with, also after one that failed."""
+    def _reset(self) -> None:
+        """Release everything and wait for what is in flight: the state at the start of a step, also after a failed one."""
         self._release_all()
-        for item in (*self._summing, *self._scattering, *self._arrived):
+        for item in (*self._summing, *self._scattering, *self._reducing):
             item.pending.wait()
         self._summing.clear()
         self._scattering.clear()
-        self._arrived.clear()
+        self._reducing.clear()
         self._in_backward = self._in_forward = False
         self._position, self._last_block = 0, -2
         self._this_order, self._this_forward_length = [], 0
@@ -400,31 +402,31 @@ class StreamedWeights:
         if self._small_pending is not None:
             self._small_pending.wait()
             self._small_pending = self._small_buffer = None
-        self._small_is_here = False
+        self._small_is_gathered = False
         for weight in self._weights:
             weight.release()
 
 
 class _Gradient:
-    """A gradient on its way: whole, then this rank's rows, then summed over data."""
+    """A gradient in flight: unsharded, then this rank's rows, then summed over data."""
 
     def __init__(
         self,
         weight: StreamedWeight,
         tensor: Tensor,
         pending: Pending | None = None,
-        together: list[StreamedWeight] | None = None,
+        bundle: list[StreamedWeight] | None = None,
     ) -> None:
         self.weight, self.tensor = weight, tensor
         self.pending = pending or Pending()
-        self.waiting_bytes = 0
-        self._together = together
+        self.in_flight_bytes = 0
+        self._bundle = bundle
 
     def parts(self) -> list[tuple[StreamedWeight, Tensor]]:
-        if self._together is None:
+        if self._bundle is None:
             return [(self.weight, self.tensor)]
-        lengths = [w.padded_rows_per_rank * w.row_numel for w in self._together]
-        return list(zip(self._together, self.tensor.split(lengths), strict=True))
+        lengths = [w.padded_rows_per_rank * w.row_numel for w in self._bundle]
+        return list(zip(self._bundle, self.tensor.split(lengths), strict=True))
 
 
 def _cast_inputs(dtype: torch.dtype) -> Any:
@@ -438,5 +440,5 @@ def _cast_inputs(dtype: torch.dtype) -> Any:
 
 
 def _inside_backward() -> bool:
-    """Does autograd call us? Then a forward is a second one, of a checkpoint (torch.utils.checkpoint asks the same)."""
+    """Does backward run? Then a forward is a recomputed one (torch.utils.checkpoint checks the same)."""
     return torch._C._current_graph_task_id() != -1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-# There is no public name for the shards of an axis that comes before those which cut the same dim (torch 2.13.0).
+# There is no public name for sharding over an outer axis a dim that inner axes shard as well (torch 2.13.0).
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fourfold.errors import UnsupportedError
@@ -20,36 +20,36 @@ from fourfold.mesh.grid import Grid
 
 
 class StreamedWeight:
-    """One parameter: the shard that this rank stores, and the block, whose memory comes and goes."""
+    """One parameter: the shard that this rank stores, and the gathered block, whose memory is allocated and freed."""
 
     def __init__(
         self,
         name: str,
-        places: list[tuple[nn.Module, str]],
+        holders: list[tuple[nn.Module, str]],
         block_index: int,
         block_shape: torch.Size,
         grid: Grid,
         dtype: torch.dtype,
         bundle_bytes: int,
     ) -> None:
-        self.name, self.places, self.block_index = name, places, block_index
+        self.name, self.holders, self.block_index = name, holders, block_index
         self._shape, self._z, self._dtype = block_shape, grid.z, dtype
         self._collectives = grid.collectives
         rows = block_shape[0] if block_shape else 1
         self.row_numel = math.prod(block_shape[1:])
         self.padded_rows_per_rank = -(-rows // grid.z)
         element_bytes = torch.empty((), dtype=dtype).element_size()
-        # With the padding of rows that do not divide.
+        # Includes padding, if z does not divide the rows.
         self.memory_bytes = self.padded_rows_per_rank * grid.z * self.row_numel * element_bytes
         self.is_small = math.prod(block_shape) * element_bytes <= bundle_bytes
-        # Whole on each rank and in the precision of the work: the shard is the block.
+        # Unsharded and in the dtype of the computation: the shard is the block.
         self.is_alias = grid.z == 1 and dtype == torch.float32
-        # Who is told when its gradient of a backward is complete.
+        # Called when the gradient of a backward is complete.
         self.on_gradient: Callable[[StreamedWeight], None]
-        # Over which axes ranks have parts of its gradient; known when it is read.
+        # The axes over which its gradient is summed; known when it is read.
         self.sum_over: tuple[Axis, ...] | None = None
         self.pending: Pending | None = None
-        # Since it was gathered: how many lanes its module has served, and whether others have read it.
+        # Since it was gathered: the number of half-batches that its module has computed, and whether other modules read it.
         self.passes = 0
         self.is_read_elsewhere = False
         self._block: Tensor | None = None
@@ -60,7 +60,7 @@ class StreamedWeight:
 
     @property
     def parameter(self) -> nn.Parameter:
-        module, key = self.places[0]
+        module, key = self.holders[0]
         return cast(nn.Parameter, module._parameters[key])
 
     @property
@@ -69,11 +69,11 @@ class StreamedWeight:
         return cast(DTensor, self.parameter)._local_tensor.detach()
 
     def set_sum_over(self, axes: tuple[Axis, ...]) -> None:
-        """Each rank has a part of the gradient over these."""
+        """Set the axes over which the gradient is summed."""
         found = tuple(axis for axis in AXES if axis in axes and self._collectives.size(axis) > 1)
         if self.sum_over is not None and found != self.sum_over:
             raise UnsupportedError(
-                f"{self.name} is used twice, with gradients that are sums over {self.sum_over} and over {found}; untie it, or "
+                f"{self.name} is used twice, with gradients to be summed over {self.sum_over} and over {found}; untie it, or "
                 "use weights='fsdp2'"
             )
         self.sum_over = found
@@ -89,7 +89,7 @@ class StreamedWeight:
         return self.pending is not None
 
     def gather_input(self) -> Tensor:
-        """The shard in the precision of the work, padded to as many rows as the first rank has."""
+        """The shard in the dtype of the computation, padded to the number of rows of the first rank."""
         return self.pad_rows(self.shard.to(self._dtype), self.padded_rows_per_rank)
 
     def pad_rows(self, tensor: Tensor, rows: int | None = None) -> Tensor:
@@ -102,17 +102,17 @@ class StreamedWeight:
         return padded
 
     def allocate(self) -> Tensor:
-        """Memory for the block, as a flat tensor that autograd does not watch."""
+        """Allocate the block; returns its memory as a flat tensor that autograd does not track."""
         numel = self.padded_rows_per_rank * self._z * self.row_numel
         if self._flat is None:
-            with torch.inference_mode(False):  # these tensors stay, and training is to use them
+            with torch.inference_mode(False):  # these tensors are kept, and training uses them too
                 self._flat = torch.empty(numel, dtype=self._dtype, device=self.shard.device)
-                # The padding is at the end: the block is the front of the buffer.
+                # The padding is at the end of the buffer, after the block.
                 self._block = self._flat[: math.prod(self._shape)].view(self._shape).detach()
         else:
             self._resize(numel * self._flat.element_size())
         self._gathered = True
-        # Not by `detach`, which shares the version: to autograd the block does not change when its memory returns.
+        # Not `detach()`, which shares the version counter: to autograd, gathering does not change the block.
         return self._flat.data
 
     def arrive(self) -> None:
@@ -132,16 +132,16 @@ class StreamedWeight:
         self._flat.untyped_storage().resize_(size_bytes)
 
     def block(self) -> Tensor:
-        """The tensor that forward reads: a leaf, whose gradient comes back here."""
+        """The tensor that forward reads: a leaf, whose gradient `on_gradient` handles."""
         if self.is_alias:
             shard = self.shard
             if self._block is None or _memory_of(self._block) != _memory_of(shard):
                 self._block, self._hooked = shard, False
         assert self._block is not None
-        wanted = self.parameter.requires_grad
-        if self._block.requires_grad != wanted:
-            self._block.requires_grad_(wanted)
-        if wanted and not self._hooked:
+        requires_grad = self.parameter.requires_grad
+        if self._block.requires_grad != requires_grad:
+            self._block.requires_grad_(requires_grad)
+        if requires_grad and not self._hooked:
             self._block.register_post_accumulate_grad_hook(lambda _: self.on_gradient(self))
             self._hooked = True
         return self._block
@@ -149,7 +149,7 @@ class StreamedWeight:
     # -- its gradient -------------------------------------------------------------------------------------------------
 
     def pop_gradient(self, *, keep: bool) -> Tensor | None:
-        """The sum of the gradients since the last that was sent, in fp32; ``keep`` only adds to it."""
+        """The gradient accumulated since the last one was sent, in fp32; with ``keep`` it is only accumulated."""
         assert self._block is not None
         gradient = self._block.grad
         self._block.grad = None
@@ -166,44 +166,46 @@ class StreamedWeight:
         if parameter.grad is not None:
             cast(DTensor, parameter.grad)._local_tensor.add_(local)
             return
-        # The constructor takes the placements as they are; `from_local` would look at each of them, each step.
+        # The constructor does not check the placements, as `from_local` would in every step.
         parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
 
 
 def _memory_of(tensor: Tensor) -> Any:
-    """Which memory it lies in; fake tensors, too, have a storage, but no address."""
+    """The identity of its storage; a fake tensor has a storage, but no address."""
     return tensor.untyped_storage()._cdata
 
 
 def shard_parameters(
     model: nn.Module, grid: Grid, blocks: Sequence[nn.Module], dtype: torch.dtype, bundle_bytes: int
 ) -> list[StreamedWeight]:
-    """Cut every parameter over z, in place; a tied one is one weight in several places."""
+    """Shard every parameter over z, in place; a tied parameter is one weight with several holders."""
     block_of = {module: i for i, block in enumerate(blocks) for module in block.modules()}
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(parameter, []).append((module, key))
+                holders.setdefault(parameter, []).append((module, key))
                 names.setdefault(parameter, f"{name}.{key}" if name else key)
     weights = []
-    for parameter, where in places.items():
+    for parameter, held_by in holders.items():
         block = cast(DTensor, parameter)._local_tensor.detach()
         if block.ndim == 0 and grid.z > 1:
             raise UnsupportedError(
-                f"{names[parameter]} is a single number, which z={grid.z} ranks cannot share; use z=1, or make it a "
+                f"{names[parameter]} is a scalar, which cannot be sharded over z={grid.z}; use z=1, or make it a "
                 "tensor of one element"
             )
-        sharded = _cut_over_z(cast(DTensor, parameter), block, grid)
-        for module, key in where:
+        sharded = _shard_over_z(cast(DTensor, parameter), block, grid)
+        for module, key in held_by:
             module._parameters[key] = sharded
-        index = block_of.get(where[0][0], -1)
-        weights.append(StreamedWeight(names[parameter], where, index, block.shape, grid, dtype, bundle_bytes))
+        index = block_of.get(held_by[0][0], -1)
+        weights.append(
+            StreamedWeight(names[parameter], held_by, index, block.shape, grid, dtype, bundle_bytes)
+        )
     return weights
 
 
-def _cut_over_z(parameter: DTensor, block: Tensor, grid: Grid) -> nn.Parameter:
+def _shard_over_z(parameter: DTensor, block: Tensor, grid: Grid) -> nn.Parameter:
     if grid.z == 1:
         shard = block
     else:
@@ -213,11 +215,13 @@ def _cut_over_z(parameter: DTensor, block: Tensor, grid: Grid) -> nn.Parameter:
         shard = block[start : start + rows].clone()
     placements: list[Placement] = list(parameter.placements)
     inner: tuple[Axis, ...] = ("y", "x")
-    cut = math.prod(
+    inner_ranks = math.prod(
         grid.size(a) for a in inner if isinstance(p := placements[AXES.index(a)], Shard) and p.dim == 0
     )
     if block.ndim > 0:
-        placements[AXES.index("z")] = Shard(0) if cut == 1 else _StridedShard(0, split_factor=cut)
+        placements[AXES.index("z")] = (
+            Shard(0) if inner_ranks == 1 else _StridedShard(0, split_factor=inner_ranks)
+        )
     local = DTensor.from_local(
         shard, grid.mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
@@ -225,7 +229,7 @@ def _cut_over_z(parameter: DTensor, block: Tensor, grid: Grid) -> nn.Parameter:
 
 
 def largest_block_bytes(weights: Sequence[StreamedWeight]) -> int:
-    """Bytes of the fp32 gradients of the largest block."""
+    """The bytes of the fp32 gradients of the largest transformer block."""
     totals: dict[int, int] = {}
     for weight in weights:
         if weight.block_index >= 0:
