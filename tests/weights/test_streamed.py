@@ -394,6 +394,6 @@ def unknown_back_end() -> str:
     return str(caught.value)
 
 
-def test_an_unknown_back_end_of_weights_is_refused_with_the_choices(pool: RankPool) -> None:
+def test_an_unknown_back_end_is_rejected_with_the_choices(pool: RankPool) -> None:
     (message,) = pool.run(unknown_back_end, 1)
     assert all(word in message for word in ("auto", "fsdp2", "streamed"))
