@@ -90,7 +90,7 @@ def check_rank(
     try:
         # So small a bundle that matrices have collectives of their own.
         report = parallelize(model, grid, overlap=Overlap(bundle_bytes=256), activations=activations)
-        # Twice: in the second step weights come in the recorded order, and the halves of the batch take turns.
+        # Twice: in the second step weights come in the recorded order, and two half-batches alternate.
         tiny_loss(model, _own_part(batch, grid)).backward()
         model.zero_grad()
         loss = tiny_loss(model, _own_part(batch, grid))

@@ -49,7 +49,7 @@ HOSTS, RANKS_PER_HOST = 4, 2
 WORLD = HOSTS * RANKS_PER_HOST
 FIRST_CHOICE_BAR, TOP, SPEARMAN_BAR, ERROR_BAR = 0.03, 3, 0.90, 0.15
 WARM_UP = 3
-SEQUENCES = 2 * WORLD  # two for each rank on any grid, so that halves take turns everywhere or nowhere
+SEQUENCES = 2 * WORLD  # two for each rank on any grid, so that half-batches alternate everywhere or nowhere
 Shape = tuple[int, int, int, int]
 
 

@@ -1,4 +1,4 @@
-"""A model with streamed weights beside the same in one process."""
+"""Compare a model with streamed weights to the same model in one process."""
 
 import copy
 from typing import Any
@@ -17,8 +17,8 @@ from tests.models import (
 )
 
 Shape = tuple[int, int, int, int]
-NOTHING_ELSE_CUT: Shape = (1, 2, 1, 1)
-BUNDLE_BYTES = 1024  # of the small models' weights only norms and biases are as small
+ONLY_Z: Shape = (1, 2, 1, 1)
+BUNDLE_BYTES = 1024  # in the small models only norms and biases are this small
 PLENTY = 10**9
 
 
@@ -27,7 +27,7 @@ def overlap(**options: Any) -> ff.Overlap:
 
 
 class Pair:
-    """A model on the grid, and the same in one process."""
+    """A model on the grid, and the same model in one process."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Pair:
         assert_shards_close(local_gradients(self.model), gradients(self.stock), self.report, self.grid)
 
     def change_weights(self) -> None:
-        """What an optimizer does: numbers in place, another factor each time."""
+        """Change all weights in place, as an optimizer does."""
         with torch.no_grad():
             for model in (self.stock, self.model):
                 for i, parameter in enumerate(model.parameters()):
@@ -82,7 +82,7 @@ class Pair:
 
 
 def gathered(model: nn.Module) -> dict[str, int]:
-    """Bytes of the blocks whose memory is there: what is measured is memory, and no public name leads to it."""
+    """Bytes of the blocks whose memory is allocated; there is no public name that leads to it."""
     flats = {w.name: w._flat for w in backend_of(model)._weights}
     sizes = {name: flat.untyped_storage().size() for name, flat in flats.items() if flat is not None}
     return {name: size for name, size in sizes.items() if size}

@@ -1,4 +1,4 @@
-"""Calls and bytes of collectives against values worked out by hand; their differentiable forms against closed forms."""
+"""Calls and bytes of collectives compared with values computed by hand; differentiable sums compared with closed forms."""
 
 import ast
 import gc
@@ -26,11 +26,11 @@ from tests.models import batch, build
 SHAPE = (1, 2, 1, 4)
 
 
-def account(entries: list[Entry]) -> list[tuple[str, str, str, int, int, int, float]]:
+def as_tuples(entries: list[Entry]) -> list[tuple[str, str, str, int, int, int, float]]:
     return [(e.axis, e.kind, e.purpose, e.ranks, e.calls, e.payload_bytes, e.bytes_sent) for e in entries]
 
 
-# -- the account -------------------------------------------------------------------------------------------------------
+# -- counting -------------------------------------------------------------------------------------------------------
 
 
 def count_each_kind() -> list[tuple[str, str, str, int, int, int, float]]:
@@ -42,7 +42,7 @@ def count_each_kind() -> list[tuple[str, str, str, int, int, int, float]]:
         collectives.all_gather(torch.zeros(4, 6), torch.zeros(6), "x", "logits").wait()
         collectives.reduce_scatter(torch.zeros(7), torch.zeros(14), "z", "gradient").wait()
         collectives.all_to_all(torch.zeros(4, 2), torch.zeros(4, 2), "x", "optimizer").wait()
-    return account(entries)
+    return as_tuples(entries)
 
 
 def test_bytes_and_calls(pool: RankPool) -> None:
@@ -54,7 +54,7 @@ def test_bytes_and_calls(pool: RankPool) -> None:
         ("x", "all_gather", "logits", 4, 1, 96, 72.0),
         # what is scattered, 14 fp32: 56 bytes, 1/2 of them
         ("z", "reduce_scatter", "gradient", 2, 1, 56, 28.0),
-        # what is dealt out, 4*2 fp32: 32 bytes, 3/4 of them
+        # the tensor that is sent, 4*2 fp32: 32 bytes, 3/4 of them
         ("x", "all_to_all", "optimizer", 4, 1, 32, 24.0),
     ]
     for counted in pool.run(count_each_kind, 8):
@@ -70,27 +70,27 @@ def compute_each_kind() -> list[list[float]]:
     gathered, scattered = torch.zeros(4), torch.zeros(1)
     grid.collectives.all_gather(gathered, torch.tensor([x + 10 * z]), "x", "logits").wait()
     grid.collectives.reduce_scatter(scattered, torch.tensor([x, x + 100 + z]), "z", "gradient").wait()
-    dealt = torch.zeros(4)
-    grid.collectives.all_to_all(dealt, x + 10 * torch.arange(4.0), "x", "optimizer").wait()
-    return [t.tolist() for t in (total, highest, gathered, scattered, dealt)]
+    exchanged = torch.zeros(4)
+    grid.collectives.all_to_all(exchanged, x + 10 * torch.arange(4.0), "x", "optimizer").wait()
+    return [t.tolist() for t in (total, highest, gathered, scattered, exchanged)]
 
 
 def test_values(pool: RankPool) -> None:
-    for rank, (total, highest, gathered, scattered, dealt) in enumerate(pool.run(compute_each_kind, 8)):
+    for rank, (total, highest, gathered, scattered, exchanged) in enumerate(pool.run(compute_each_kind, 8)):
         x, z = rank % 4, rank // 4
         assert total == [0 + 1 + 2 + 3, 4 * 10 * z]
         assert highest == [3, 10 * z]
         assert gathered == [10 * z, 10 * z + 1, 10 * z + 2, 10 * z + 3]
         assert scattered == [2 * x if z == 0 else 2 * x + 201]
-        assert dealt == [10 * x, 10 * x + 1, 10 * x + 2, 10 * x + 3]
+        assert exchanged == [10 * x, 10 * x + 1, 10 * x + 2, 10 * x + 3]
 
 
 def gather_logits(vocabulary: int) -> Any:
     """Column c of row r is 100 r + c."""
     grid = Grid.create(SHAPE)
-    whole = torch.arange(2.0).view(2, 1) * 100 + torch.arange(vocabulary)
+    full = torch.arange(2.0).view(2, 1) * 100 + torch.arange(vocabulary)
     columns = chunk(vocabulary, grid.x, grid.coordinate("x"))
-    return fourfold.full_logits(whole[:, columns], grid, vocab_size=vocabulary, batch=(2,)).tolist()
+    return fourfold.full_logits(full[:, columns], grid, vocab_size=vocabulary, batch=(2,)).tolist()
 
 
 @pytest.mark.parametrize("vocabulary", [8, 11, 5, 3])
@@ -191,7 +191,7 @@ def sum_what_is_not_contiguous() -> tuple[bool, bool, list[list[float]]]:
     return torch.equal(total.detach(), 4 * before.t()), torch.equal(t.detach(), before), t.grad.tolist()
 
 
-def test_forms_leave_their_input_alone_and_take_any_strides(pool: RankPool) -> None:
+def test_sums_do_not_change_their_input_and_take_any_strides(pool: RankPool) -> None:
     for right, untouched, gradient in pool.run(sum_what_is_not_contiguous, 8):
         assert right
         assert untouched
@@ -202,7 +202,7 @@ def test_forms_leave_their_input_alone_and_take_any_strides(pool: RankPool) -> N
 
 
 def lifetimes() -> list[tuple[bool, bool]]:
-    """Are the tensors of a collective alive before `wait`, and free after, when nobody else holds them?"""
+    """Whether the tensors of a collective are alive before `wait` and after it, without other references to them."""
     grid = Grid.create(SHAPE)
     found = []
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
@@ -220,7 +220,7 @@ def lifetimes() -> list[tuple[bool, bool]]:
         gc.collect()
         alive = all(tensor() is not None for tensor in watched)
         pending.wait()
-        pending.wait()  # once more does no harm
+        pending.wait()  # a second wait returns at once
         # Gloo's own thread may hold them for a moment longer.
         deadline_s = time.monotonic() + 60
         while any(tensor() is not None for tensor in watched) and time.monotonic() < deadline_s:
@@ -230,12 +230,12 @@ def lifetimes() -> list[tuple[bool, bool]]:
     return found
 
 
-def test_tensors_live_until_they_were_waited_for(pool: RankPool) -> None:
+def test_tensors_live_until_wait_returns(pool: RankPool) -> None:
     for found in pool.run(lifetimes, 8):
         assert found == [(True, False)] * 3
 
 
-# -- one place for all collectives -------------------------------------------------------------------------------------
+# -- which files call collectives -------------------------------------------------------------------------------------
 
 # By stem: `all_gather_into_tensor`, `broadcast_object_list`, `batch_isend_irecv` and whatever comes next are meant too.
 STEMS = (
@@ -315,7 +315,7 @@ def test_the_search_for_collectives_finds_them(source: str, found: list[str]) ->
     assert collectives_called(source) == found
 
 
-# They time a world of their own, in which nobody trains, and agree on the times.
+# They time collectives in their own process group, without training, and exchange the times.
 MEASURING = ["planner/calibrate/calibrate.py", "planner/calibrate/probe.py"]
 # Collectives of a step (FSDP2 calls its own through hooks, which report them), and agreements between hosts outside a step.
 MODULES = ["mesh/collectives.py", "weights/fsdp2.py", "mesh/agreements.py"]
@@ -331,11 +331,11 @@ def test_only_these_files_call_collectives() -> None:
     assert set(called) == {*MODULES, *MEASURING}, called
 
 
-# -- times that are known later ------------------------------------------------------------------------------------------
+# -- device times ------------------------------------------------------------------------------------------
 
 
 class LateClock:
-    """As events of a device: a time that is asked for too early is waited for."""
+    """Like device events: reading a time too early would wait for it."""
 
     immediate = False
 
@@ -376,7 +376,7 @@ def test_times_are_read_when_the_device_is_past_them(pool: RankPool) -> None:
 
 
 def instrumentation(weights: str) -> dict[str, list[int]]:
-    """(records, marks of the clock, readings of the time) of a step that nobody observes, and of one that is counted."""
+    """(records, marks of the clock, readings of the time) of a step that is not observed, and of one that is counted."""
     grid = Grid.create((1, 2, 1, 2))
     clock = LateClock()
     clock.immediate = True  # type: ignore[misc]
@@ -413,7 +413,7 @@ def instrumentation(weights: str) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
-def test_a_step_that_nobody_observes_makes_no_record_and_reads_no_clock(weights: str, pool: RankPool) -> None:
+def test_an_unobserved_step_makes_no_record_and_reads_no_clock(weights: str, pool: RankPool) -> None:
     for found in pool.run(instrumentation, 4, weights):
         assert found["unobserved"] == found["unobserved again"] == [0, 0, 0]
         assert min(found["counted"]) > 0

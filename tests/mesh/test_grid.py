@@ -1,4 +1,4 @@
-"""The grid: who sits where, who reads which rows, how long a rank waits, and how a world is joined."""
+"""The grid: coordinates, rows of the batch, timeouts, and joining under Slurm and torchrun."""
 
 import json
 import math
@@ -36,11 +36,11 @@ def test_numbers_of_factorisations() -> None:
 
 
 @given(st.integers(1, 200))
-def test_factorisations_are_all_there_is(ranks: int) -> None:
+def test_factorisations_are_complete(ranks: int) -> None:
     found = factorisations(ranks)
     assert all(math.prod(shape) == ranks and min(shape) >= 1 for shape in found)
     assert len(set(found)) == len(found)
-    # The e copies of each prime are dealt to 4 axes on their own: (e + 3 choose 3) ways.
+    # The e copies of each prime are distributed over 4 axes: (e + 3 choose 3) ways.
     expected, left, prime = 1, ranks, 2
     while left > 1:
         copies = 0
@@ -51,11 +51,11 @@ def test_factorisations_are_all_there_is(ranks: int) -> None:
     assert len(found) == expected
 
 
-# -- places and rows: every rank in turn, of a world that is only imagined ---------------------------------------------
+# -- coordinates and rows, for each rank of a fake process group ---------------------------------------------
 
 
 @contextmanager
-def imagined(shape: Shape, rank: int) -> Iterator[Grid]:
+def fake_grid(shape: Shape, rank: int) -> Iterator[Grid]:
     """The grid as one rank sees it; its process group sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
     try:
@@ -70,31 +70,34 @@ shapes = st.integers(1, 16).flatmap(lambda ranks: st.sampled_from(factorisations
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
 @settings(max_examples=25, deadline=None)
 @given(shapes, st.integers(1, 3))
-def test_places_and_rows(shape: Shape, rows_each: int) -> None:
+def test_coordinates_and_rows(shape: Shape, rows_each: int) -> None:
     data, z, y, x = shape
     global_batch = rows_each * data * z
     readers: dict[int, set[tuple[int, int]]] = {row: set() for row in range(global_batch)}
-    seats = set()
+    found = set()
     for rank in range(math.prod(shape)):
-        with imagined(shape, rank) as grid:
-            place = {axis: grid.coordinate(axis) for axis in AXES}
+        with fake_grid(shape, rank) as grid:
+            coordinates = {axis: grid.coordinate(axis) for axis in AXES}
             rows = range(global_batch)[grid.local_rows(global_batch)]
             assert grid.shape == shape
             assert tuple(grid.size(axis) for axis in AXES) == shape
             assert grid.batch_ranks == data * z
         # x innermost, then y, z, data
-        assert rank == ((place["data"] * z + place["z"]) * y + place["y"]) * x + place["x"]
+        assert (
+            rank
+            == ((coordinates["data"] * z + coordinates["z"]) * y + coordinates["y"]) * x + coordinates["x"]
+        )
         assert len(rows) == rows_each
-        seats.add(tuple(place.values()))
+        found.add(tuple(coordinates.values()))
         for row in rows:
-            readers[row].add((place["data"], place["z"]))
-    assert len(seats) == math.prod(shape)
-    # Each row belongs to one place on (data, z), whose x and y ranks all read it: the sets would be larger if not.
-    assert all(len(places) == 1 for places in readers.values())
+            readers[row].add((coordinates["data"], coordinates["z"]))
+    assert len(found) == math.prod(shape)
+    # Each row belongs to one coordinate on (data, z), and all its x and y ranks read it; otherwise the sets would be larger.
+    assert all(len(owners) == 1 for owners in readers.values())
     assert len(set.union(*readers.values())) == data * z
 
 
-def take_a_seat(shape: Shape) -> tuple[dict[str, int], dict[str, list[int]], tuple[int, int], int]:
+def describe_rank(shape: Shape) -> tuple[dict[str, int], dict[str, list[int]], tuple[int, int], int]:
     grid = Grid.create(shape)
     groups = {axis: dist.get_process_group_ranks(grid.mesh.get_group(axis)) for axis in AXES}
     rows = grid.local_rows(8)
@@ -103,9 +106,9 @@ def take_a_seat(shape: Shape) -> tuple[dict[str, int], dict[str, list[int]], tup
     return {axis: grid.coordinate(axis) for axis in AXES}, groups, (rows.start, rows.stop), int(total)
 
 
-def test_eight_ranks_are_seated(pool: RankPool) -> None:
-    seats = pool.run(take_a_seat, 8, (2, 2, 1, 2))
-    assert [tuple(place.values()) for place, *_ in seats] == [
+def test_coordinates_groups_and_rows_of_eight_ranks(pool: RankPool) -> None:
+    ranks = pool.run(describe_rank, 8, (2, 2, 1, 2))
+    assert [tuple(coordinates.values()) for coordinates, *_ in ranks] == [
         (0, 0, 0, 0),
         (0, 0, 0, 1),
         (0, 1, 0, 0),
@@ -115,8 +118,8 @@ def test_eight_ranks_are_seated(pool: RankPool) -> None:
         (1, 1, 0, 0),
         (1, 1, 0, 1),
     ]
-    assert seats[5][1] == {"data": [1, 5], "z": [5, 7], "y": [5], "x": [4, 5]}
-    assert [rows for _, _, rows, _ in seats] == [
+    assert ranks[5][1] == {"data": [1, 5], "z": [5, 7], "y": [5], "x": [4, 5]}
+    assert [rows for _, _, rows, _ in ranks] == [
         (0, 2),
         (0, 2),
         (2, 4),
@@ -126,10 +129,10 @@ def test_eight_ranks_are_seated(pool: RankPool) -> None:
         (6, 8),
         (6, 8),
     ]
-    assert [total for *_, total in seats] == [1, 1, 5, 5, 9, 9, 13, 13]
+    assert [total for *_, total in ranks] == [1, 1, 5, 5, 9, 9, 13, 13]
 
 
-# -- time-outs ---------------------------------------------------------------------------------------------------------
+# -- timeouts ---------------------------------------------------------------------------------------------------------
 
 
 def timeouts_of(shape: Shape, timeout_s: float) -> dict[str, timedelta]:
@@ -145,7 +148,7 @@ def timeouts_of(shape: Shape, timeout_s: float) -> dict[str, timedelta]:
 @pytest.mark.parametrize(
     "shape", [(1, 2, 2, 2), (2, 2, 1, 2), pytest.param((1, 1, 1, 8), marks=pytest.mark.nightly)]
 )
-def test_axis_groups_have_the_timeout_that_was_asked_for(shape: Shape, pool: RankPool) -> None:
+def test_axis_groups_have_the_given_timeout(shape: Shape, pool: RankPool) -> None:
     axes = {axis for axis, size in zip(AXES, shape, strict=True) if size > 1}
     for timeout_s in (41.0, 67.5):  # the second grid shares the groups of the first, and sets its own
         for found in pool.run(timeouts_of, 8, shape, timeout_s):
@@ -153,7 +156,7 @@ def test_axis_groups_have_the_timeout_that_was_asked_for(shape: Shape, pool: Ran
 
 
 def lose_a_peer(timeout_s: float, gave_up: Path) -> tuple[float, str]:
-    """On (1, 1, 2, 2) rank 3 does not come to the all-reduce over x: how long do the others wait, and what for?"""
+    """On (1, 1, 2, 2) rank 3 skips the all-reduce over x; returns how long the others wait, and their error."""
     grid = Grid.create((1, 1, 2, 2), timeout_s=timeout_s)
     message = ""
     start_s = time.monotonic()
@@ -167,7 +170,7 @@ def lose_a_peer(timeout_s: float, gave_up: Path) -> tuple[float, str]:
             message = str(error)
             gave_up.touch()
     waited_s = time.monotonic() - start_s
-    dist.destroy_process_group()  # these ranks have a broken group: the pool must not use them again
+    dist.destroy_process_group()  # the group is broken: the pool must not use these ranks again
     return waited_s, message
 
 
@@ -175,13 +178,13 @@ def lose_a_peer(timeout_s: float, gave_up: Path) -> tuple[float, str]:
 def test_a_lost_peer_ends_the_wait(pool: RankPool, tmp_path: Path) -> None:
     timeout_s = 2.0
     waits = pool.run(lose_a_peer, 4, timeout_s, tmp_path / "gave_up")
-    assert [message for _, message in waits[:2]] == ["", ""]  # they sit on another x group
+    assert [message for _, message in waits[:2]] == ["", ""]  # they belong to another x group
     waited_s, message = waits[2]
     assert "imed out" in message
     assert timeout_s * 0.9 <= waited_s < timeout_s + 8
 
 
-# -- joining a world ---------------------------------------------------------------------------------------------------
+# -- joining a process group ---------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import json, os, sys
@@ -199,8 +202,8 @@ dist.destroy_process_group()
 """
 
 
-def outside_environment() -> dict[str, str]:
-    """This process's environment without any trace of a world."""
+def clean_environment() -> dict[str, str]:
+    """This process's environment without the variables of a process group."""
     marks = ("SLURM_", "TORCHELASTIC_", "MASTER_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
     kept = {k: v for k, v in os.environ.items() if k not in names and not k.startswith(marks)}
@@ -239,7 +242,7 @@ def test_slurm(tmp_path: Path) -> None:
     tasks = [
         subprocess.Popen(
             [sys.executable, str(script), str(tmp_path)],
-            env=outside_environment() | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            env=clean_environment() | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -268,7 +271,7 @@ def test_torchrun(tmp_path: Path) -> None:
     ]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *world, str(script), str(tmp_path)],
-        env=outside_environment(),
+        env=clean_environment(),
         capture_output=True,
         text=True,
         timeout=150,

@@ -1,4 +1,4 @@
-"""A start that cannot be one is refused in words: sizes that are none, no world to join, half a Slurm."""
+"""Errors of a wrong start: invalid sizes, no process group to join, incomplete Slurm variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fourfold.mesh.rendezvous import first_host
         ((2, 2, 2), r"4 axes \(data, z, y, x\), got 3 sizes: \(2, 2, 2\); use 1 for an axis"),
     ],
 )
-def test_sizes_that_are_none(shape: Any, says: str) -> None:
+def test_invalid_sizes(shape: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Grid.create(shape)
 
@@ -33,13 +33,13 @@ SLURM_VARIABLES = ("PROCID", "NTASKS", "LOCALID", "STEP_NODELIST", "JOB_NODELIST
 @pytest.fixture
 def no_world(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in (*WORLD_VARIABLES, *(f"SLURM_{name}" for name in SLURM_VARIABLES)):
-        # Set first, so that what the code under test sets is taken back too.
+        # Set first, so that monkeypatch also undoes what the code under test sets.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return monkeypatch
 
 
-def test_no_world_to_join(no_world: pytest.MonkeyPatch) -> None:
+def test_no_process_group_to_join(no_world: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"RANK \(torchrun\) nor SLURM_PROCID \(srun\).*start with `torchrun.*`srun"
     ):
@@ -47,7 +47,7 @@ def test_no_world_to_join(no_world: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("missing", ["NTASKS", "LOCALID", "JOB_ID", "JOB_NODELIST"])
-def test_half_a_slurm(missing: str, no_world: pytest.MonkeyPatch) -> None:
+def test_incomplete_slurm_variables(missing: str, no_world: pytest.MonkeyPatch) -> None:
     values = {"PROCID": "3", "NTASKS": "8", "LOCALID": "3", "JOB_NODELIST": "n[1-2]", "JOB_ID": "17"}
     for name, value in values.items():
         if name != missing:
@@ -74,6 +74,6 @@ def test_first_host(nodelist: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("nodelist", ["", "nid[001024-001027", ",n1", "n]1["])
-def test_first_host_of_what_is_no_list(nodelist: str) -> None:
+def test_first_host_of_an_invalid_list(nodelist: str) -> None:
     with pytest.raises(ValueError, match=rf"node list {re.escape(repr(nodelist))}; set MASTER_ADDR"):
         first_host(nodelist)

@@ -1,4 +1,4 @@
-"""The halves of a batch take turns: the same numbers, and one computes while the all-reduce of the other is in flight."""
+"""Batch-split overlap: the same results, and one half-batch computes while a collective of the other is in flight."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def reference(kind: str, rows: int) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def interleaved_steps(shape: Shape, kind: str, rows: int, checkpointing: str) -> tuple[float, float]:
-    """The loss of the third step, by when the halves take turns, and that of one process."""
+    """The loss of the third step, with half-batches that alternate, and that of one process."""
     right_loss, right = reference(kind, rows)
     model, grid = build(kind), Grid.create(shape)
     report = ff.parallelize(
@@ -49,7 +49,7 @@ def interleaved_steps(shape: Shape, kind: str, rows: int, checkpointing: str) ->
         ((2, 1, 1, 2), "gpt2", 4),
     ],
 )
-def test_turns_change_no_number(
+def test_half_batches_give_the_same_results(
     shape: Shape, kind: str, rows: int, checkpointing: str, pool: RankPool
 ) -> None:
     for loss, right in pool.run(interleaved_steps, 4, shape, kind, rows, checkpointing):
@@ -57,7 +57,7 @@ def test_turns_change_no_number(
 
 
 def ignoring(shape: Shape) -> tuple[float, float]:
-    """The loss where another number than the usual one stands for no label; and that of one process."""
+    """The loss with another value of ignore_index, and that of one process."""
     ids, labels = batch(4)
     stock, model, grid = build("llama"), build("llama"), Grid.create(shape)
     labels = torch.where(labels < 40, 7, labels)
@@ -71,7 +71,7 @@ def ignoring(shape: Shape) -> tuple[float, float]:
     return loss.item(), right.item()
 
 
-def test_labels_that_do_not_count_are_known_by_their_number(pool: RankPool) -> None:
+def test_ignore_index_is_respected(pool: RankPool) -> None:
     for loss, right in pool.run(ignoring, 2, (1, 1, 1, 2)):
         assert loss == pytest.approx(right, rel=1e-5)
 
@@ -90,16 +90,16 @@ def flights_of_a_step(shape: Shape, interleave: bool) -> list[tuple[str, str, in
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (1, 1, 2, 1)])
-def test_a_collective_is_in_flight_while_the_other_half_works(shape: Shape, pool: RankPool) -> None:
-    """From the start of one to the wait for it, the other half has come to its own next one; in backward as well."""
+def test_half_batches_alternate(shape: Shape, pool: RankPool) -> None:
+    """Between the start of a collective and its wait, the other half starts its own; in backward as well."""
     for interleave in (True, False):
         ranks = pool.run(flights_of_a_step, 2, shape, interleave)
         modules = [[module for module, *_ in flights] for flights in ranks]
-        assert modules[0] == modules[1]  # one order on all ranks, or they would sum different things
+        assert modules[0] == modules[1]  # the same order on all ranks
         for flights in ranks:
             covered = [waited > flights[i + 1][2] for i, (_, _, _, waited) in enumerate(flights[:-1])]
-            # The last of forward has nobody beside it: the other half's is done, and backward has not begun. Nor has what the
-            # embedding gathers over x at the end of backward.
+            # Nothing overlaps with the last collective of forward, because the other half is done and backward has not begun, nor
+            # with the embedding's gather over x at the end of backward.
             alone = 1 + (shape[3] > 1)
             assert covered.count(False) == (alone if interleave else len(covered))
 
@@ -115,7 +115,7 @@ def failing_steps() -> list[str]:
     def fail(*_: Any) -> None:
         calls.append(1)
         if len(calls) == 2:  # in the second half
-            raise ArithmeticError("planted")
+            raise ArithmeticError("injected")
 
     for _ in range(2):
         calls: list[int] = []
@@ -133,14 +133,14 @@ def failing_steps() -> list[str]:
 
 
 def test_an_error_in_one_half_is_raised_and_the_next_step_is_right(pool: RankPool) -> None:
-    assert pool.run(failing_steps, 2) == [["planted", "planted"]] * 2
+    assert pool.run(failing_steps, 2) == [["injected", "injected"]] * 2
 
 
-def odd_calls() -> dict[str, Any]:
+def outputs_of_calls() -> dict[str, Any]:
     model, grid = build("llama"), Grid.create((1, 1, 1, 2))
     ff.parallelize(model, grid, weights="streamed", overlap=OVERLAP)
     ids, labels = batch(4)
-    whole = model(input_ids=ids, labels=labels)
+    first = model(input_ids=ids, labels=labels)
     halves = model(input_ids=ids, labels=labels)
     with torch.no_grad():
         evaluated = model(input_ids=ids, labels=labels)
@@ -150,19 +150,19 @@ def odd_calls() -> dict[str, Any]:
         counted = model(input_ids=ids, labels=labels)
     one = model(input_ids=ids[:1], labels=labels[:1])
     return {
-        "losses": [float(o.loss) for o in (whole, halves, evaluated, counted)],
+        "losses": [float(o.loss) for o in (first, halves, evaluated, counted)],
         "logits": max(
-            float((o - whole.logits).abs().max()) for o in (halves.logits, inferred, counted.logits)
+            float((o - first.logits).abs().max()) for o in (halves.logits, inferred, counted.logits)
         ),
-        "one": (tuple(one.logits.shape), float((one.logits - whole.logits[:1]).abs().max())),
+        "one": (tuple(one.logits.shape), float((one.logits - first.logits[:1]).abs().max())),
         "flops": counter.get_total_flops() > 0,
         "graph": (halves.loss.requires_grad, evaluated.loss.requires_grad),
         "tuple": len(model(input_ids=ids, labels=labels, return_dict=False)),
     }
 
 
-def test_outputs_are_those_of_the_whole_batch(pool: RankPool) -> None:
-    for seen in pool.run(odd_calls, 2):
+def test_outputs_match_those_of_the_full_batch(pool: RankPool) -> None:
+    for seen in pool.run(outputs_of_calls, 2):
         assert max(seen["losses"]) - min(seen["losses"]) < 1e-5
         assert seen["logits"] < 1e-4
         assert seen["one"][0][0] == 1
@@ -172,7 +172,7 @@ def test_outputs_are_those_of_the_whole_batch(pool: RankPool) -> None:
         assert seen["tuple"] == 2
 
 
-def strange_outputs() -> list[str]:
+def unsupported_outputs() -> list[str]:
     grid = Grid.create((1, 1, 1, 2))
     ids, labels = batch(4)
     said = []
@@ -195,10 +195,10 @@ def strange_outputs() -> list[str]:
     return said
 
 
-def test_outputs_that_cannot_be_put_together_are_refused(pool: RankPool) -> None:
-    for number, thing in pool.run(strange_outputs, 2):
-        assert "a number beside its loss" in number
-        assert "a object beside its loss" in thing
+def test_outputs_that_cannot_be_joined_are_rejected(pool: RankPool) -> None:
+    for number, thing in pool.run(unsupported_outputs, 2):
+        assert "a scalar alongside its loss" in number
+        assert "a object alongside its loss" in thing
         assert "interleave=False" in number
 
 
@@ -212,26 +212,26 @@ def cached_forward() -> tuple[int, int]:
     return len(output.logits), len(output.past_key_values.layers[0].keys)
 
 
-def test_a_cache_is_that_of_the_whole_batch(pool: RankPool) -> None:
+def test_a_cache_has_the_full_batch(pool: RankPool) -> None:
     assert pool.run(cached_forward, 2) == [(4, 4)] * 2
 
 
 def notes(shape: Shape, weights: str, interleave: Any) -> str:
     model, grid = build("llama"), Grid.create(shape)
     report = ff.parallelize(model, grid, weights=weights, overlap=ff.Overlap(interleave=interleave))
-    return next(n for n in report.notes if n.startswith("interleaving"))
+    return next(n for n in report.notes if n.startswith("batch-split overlap"))
 
 
 @pytest.mark.parametrize(
     ("shape", "weights", "interleave", "said"),
     [
-        ((1, 1, 1, 2), "streamed", "auto", "take turns"),
-        ((1, 1, 1, 2), "streamed", False, "do not take turns (asked for)"),
-        ((1, 1, 1, 2), "fsdp2", "auto", "do not take turns (FSDP2"),
-        ((1, 2, 1, 1), "streamed", "auto", "do not take turns (no activation is sent)"),
+        ((1, 1, 1, 2), "streamed", "auto", "batch-split overlap: two half-batches alternate"),
+        ((1, 1, 1, 2), "streamed", False, "batch-split overlap: off (asked for)"),
+        ((1, 1, 1, 2), "fsdp2", "auto", "batch-split overlap: off (FSDP2"),
+        ((1, 2, 1, 1), "streamed", "auto", "batch-split overlap: off (no activation is sent)"),
     ],
 )
-def test_the_report_says_why_not(
+def test_the_report_says_whether_the_batch_is_split(
     shape: Shape, weights: str, interleave: Any, said: str, pool: RankPool
 ) -> None:
     assert said in pool.run(notes, 2, shape, weights, interleave)[0]

@@ -17,7 +17,7 @@ from tests.models import (
 )
 
 Shape = tuple[int, int, int, int]
-# So small a bundle that the matrices of these small models have collectives of their own.
+# Small enough that the matrices of these models have their own collectives.
 OVERLAP = ff.Overlap(bundle_bytes=1024)
 
 
@@ -34,7 +34,7 @@ CAUSAL = torch.ones(12, 12, dtype=torch.bool).tril()
 
 
 def masked_step(model: nn.Module, ids: Tensor, kind: str) -> dict[str, dict[str, Tensor]]:
-    """The residual stream behind each block, and what each dropout kept, in the forward of one step."""
+    """The residual stream after each block, and the mask of each dropout, in the forward of one step."""
     stream: dict[str, Tensor] = {}
     features: dict[str, Tensor] = {}
     attention: dict[str, Tensor] = {}
@@ -62,7 +62,7 @@ def masked_step(model: nn.Module, ids: Tensor, kind: str) -> dict[str, dict[str,
         elif name.rpartition(".")[0] in ("transformer.h", "model.layers"):
             hooks.append(module.register_forward_hook(see_block))
     loss = model(input_ids=ids, labels=ids).loss
-    for hook in hooks:  # recomputation is not to be seen
+    for hook in hooks:  # do not observe recomputation
         hook.remove()
     loss.backward()
     assert stream
@@ -75,7 +75,7 @@ def draw_masks(
     shape: Shape, kind: str, checkpointing: Any, weights: Any
 ) -> list[dict[str, dict[str, Tensor]]]:
     model = build(kind, **DROPOUT[kind])
-    # Each batch part has the same tokens: what differs is the masks alone.
+    # Each part of the batch has the same tokens, so only the masks differ.
     ids = batch(1)[0].expand(2, -1)
     grid = Grid.create(shape)
     ff.parallelize(
@@ -91,7 +91,7 @@ def draw_masks(
 
 
 def assert_independent(a: Tensor, b: Tensor) -> None:
-    """Two masks that keep each number with probability 1/2, each for itself."""
+    """Assert that two masks, which keep each value with probability 1/2, are independent."""
     n = a.numel()
     assert n == b.numel()
     agreeing = int((a.flatten() == b.flatten()).sum())
@@ -101,8 +101,8 @@ def assert_independent(a: Tensor, b: Tensor) -> None:
 def neighbour(rank: int, shape: Shape, axis: int) -> int:
     """The next rank along an axis, around its end."""
     stride = math.prod(shape[axis + 1 :])
-    place = rank // stride % shape[axis]
-    return rank + ((place + 1) % shape[axis] - place) * stride
+    index = rank // stride % shape[axis]
+    return rank + ((index + 1) % shape[axis] - index) * stride
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def test_dropout_is_equal_on_replicas_and_independent_elsewhere(
                 if axis == 3:
                     for name, hidden in ours["stream"].items():
                         torch.testing.assert_close(hidden, theirs["stream"][name], rtol=0.0, atol=0.0)
-                # Behind embeddings, attention and MLP features are cut over y; inside attention heads are, over x.
+                # After embeddings, attention and MLP, features are sharded over y; inside attention, heads are sharded over x.
                 for sort, replicas in (("features", 3), ("attention", 2)):
                     for name, kept in ours[sort].items():
                         if axis == replicas:
                             assert torch.equal(kept, theirs[sort][name])
                         else:
                             assert_independent(kept, theirs[sort][name])
-        # No mask is drawn twice: neither for two modules, nor in two steps.
+        # Masks differ between modules and between steps.
         for sort in ("features", "attention"):
             masks = [kept for one in passes for kept in one[sort].values()]
             for i, kept in enumerate(masks):

@@ -1,4 +1,4 @@
-"""Each layer on the grid computes what the stock module computes: outputs, gradients, and no more traffic than needed."""
+"""Each parallel layer matches the stock module in outputs and gradients, with the expected traffic."""
 
 import copy
 import itertools
@@ -23,7 +23,7 @@ HIDDEN, INNER = 16, 24
 
 
 def on_y(tensor: Tensor, grid: Grid) -> Tensor:
-    """This rank's part of hidden features."""
+    """This rank's shard of the hidden features."""
     return tensor.chunk(grid.y, dim=-1)[grid.coordinate("y")].contiguous()
 
 
@@ -42,18 +42,18 @@ def assert_same_step(
     stock: nn.Module, model: nn.Module, report: ff.Report, grid: Grid, seed: int = 0, **options: Any
 ) -> None:
     """Forward and backward of both on hidden features of shape (2, 5, hidden)."""
-    whole = random(2, 5, HIDDEN, seed=seed).requires_grad_()
-    local = on_y(whole.detach(), grid).requires_grad_()
+    full = random(2, 5, HIDDEN, seed=seed).requires_grad_()
+    local = on_y(full.detach(), grid).requires_grad_()
     upstream = random(2, 5, HIDDEN, seed=seed + 1)
     for module in (stock, model):
         module.zero_grad()
-    expected = stock(whole, **options)
+    expected = stock(full, **options)
     expected.backward(upstream)
     output = model(local, **options)
     output.backward(on_y(upstream, grid))
     torch.testing.assert_close(output, on_y(expected, grid), rtol=1e-5, atol=1e-5)
-    assert whole.grad is not None
-    torch.testing.assert_close(local.grad, on_y(whole.grad, grid), rtol=1e-5, atol=1e-5)
+    assert full.grad is not None
+    torch.testing.assert_close(local.grad, on_y(full.grad, grid), rtol=1e-5, atol=1e-5)
     unused = [parameter for parameter in stock.parameters() if parameter.grad is None]
     for parameter in unused:
         parameter.grad = torch.zeros_like(parameter)
@@ -80,7 +80,7 @@ class Mlp(nn.Module):
 
 
 class ClampingMlp(Mlp):
-    """Changes in place what its linears return."""
+    """Modifies the outputs of its linears in place."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         normal = self.norm(hidden)
@@ -119,14 +119,16 @@ def linears(shape: Shape) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("shape", GRIDS_OF_4)
-def test_linears_are_exact_and_siblings_share_one_all_reduce_each_way(pool: RankPool, shape: Shape) -> None:
+def test_linears_are_exact_and_a_fused_group_has_one_all_reduce_in_each_direction(
+    pool: RankPool, shape: Shape
+) -> None:
     _, _, y, x = shape
-    tokens, number = 2 * 5, 4
-    gate_and_up = 2 * tokens * INNER // x * number
-    down = tokens * HIDDEN // y * number
+    tokens, element_bytes = 2 * 5, 4
+    gate_and_up = 2 * tokens * INNER // x * element_bytes
+    down = tokens * HIDDEN // y * element_bytes
     forward = {"y": (1, gate_and_up), "x": (1, down)}
-    # Backward, the gradients of the inputs: of `down` over y, of the one input of `gate` and `up` over x.
-    backward = {"y": (1, tokens * INNER // x * number), "x": (1, tokens * HIDDEN // y * number)}
+    # Backward sums the gradient of the input of `down` over y, and that of the shared input of `gate` and `up` over x.
+    backward = {"y": (1, tokens * INNER // x * element_bytes), "x": (1, tokens * HIDDEN // y * element_bytes)}
     expected = tuple({a: e for a, e in way.items() if {"y": y, "x": x}[a] > 1} for way in (forward, backward))
     for traffic in pool.run(linears, 4, shape):
         assert traffic == [expected, expected]
@@ -166,8 +168,8 @@ def siblings_of_several_inputs(shape: Shape, schedules: list[tuple[str, ...]]) -
             assert_same_step(stock, model, report, grid, seed=10 * step, reads=reads)
 
 
-def test_siblings_that_do_not_read_one_input_are_exact_in_every_forward(pool: RankPool) -> None:
-    # All ways to begin, each followed by others: groups are settled by the first forward.
+def test_linears_that_read_different_inputs_are_exact_in_every_forward(pool: RankPool) -> None:
+    # All patterns of the first forward, which settles the groups, each followed by other patterns.
     firsts = ["".join(reads) for reads in itertools.product("01", repeat=3)] + ["0-0", "-01", "0--", "10-"]
     pool.run(siblings_of_several_inputs, 4, (1, 1, 2, 2), [(first, first, "001", "110") for first in firsts])
     pool.run(siblings_of_several_inputs, 4, (1, 1, 4, 1), [("010", "000"), ("0-1", "010")])
@@ -195,7 +197,7 @@ def without_gradients(shape: Shape) -> None:
         model = copy.deepcopy(stock)
         roles = MLP_ROLES if kind is Mlp else {"a": "colwise", "b": "colwise", "out": "rowwise"}
         report = ff.parallelize(model, grid, roles=roles)
-        # FSDP2 serves inference mode once it has its buffers, so not in the first forward.
+        # FSDP2 supports inference mode once it has its buffers, so not in the first forward.
         for seed, context in enumerate((torch.no_grad, torch.no_grad, torch.inference_mode, torch.no_grad)):
             hidden = random(2, 5, HIDDEN, seed=seed)
             with context():
@@ -205,7 +207,7 @@ def without_gradients(shape: Shape) -> None:
             assert_same_step(stock, model, report, grid)
 
 
-def test_evaluation_is_exact_also_where_an_input_changes_between_siblings(pool: RankPool) -> None:
+def test_evaluation_is_exact_also_if_an_input_changes_between_linears(pool: RankPool) -> None:
     pool.run(without_gradients, 4, (1, 1, 2, 2))
 
 
@@ -266,7 +268,7 @@ def norms(shape: Shape) -> None:
                 )
                 assert_shards_close(found, expected_parameters, report, grid, bar=1e-5)
             else:
-                # One unit in the last of 8 bits, where fp32 statistics round to the other side.
+                # One unit in the last of 8 bits, where fp32 statistics round differently.
                 torch.testing.assert_close(output, on_y(rough, grid), rtol=2**-7, atol=1e-4, msg=say)
                 torch.testing.assert_close(
                     local.grad, on_y(rough_hidden, grid), rtol=2**-5, atol=1e-2, msg=say
@@ -285,7 +287,7 @@ def mean_of_a_thousand(shape: Shape) -> None:
     output = model(local)
     output.backward(on_y(upstream, grid))
     assert local.grad is not None
-    # fp32 knows 1000 to 3e-5. Mean square minus squared mean would err by 6e-2.
+    # The fp32 resolution at 1000 is 3e-5. Mean square minus squared mean would have an error of 6e-2.
     torch.testing.assert_close(output.double(), on_y(exact[0], grid), rtol=0.0, atol=3e-4)
     torch.testing.assert_close(local.grad.double(), on_y(exact[1], grid), rtol=0.0, atol=3e-4)
     assert_shards_close(
@@ -294,7 +296,7 @@ def mean_of_a_thousand(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", GRIDS_OF_4)
-def test_norms_are_those_of_all_features(pool: RankPool, shape: Shape) -> None:
+def test_norms_use_the_statistics_of_all_features(pool: RankPool, shape: Shape) -> None:
     pool.run(norms, 4, shape)
     pool.run(mean_of_a_thousand, 4, shape)
 
@@ -365,7 +367,7 @@ def losses(shape: Shape, vocabulary: int) -> None:
     grid = Grid.create(shape)
     rows = grid.local_rows(4)
     for dtype, (case, options) in itertools.product((torch.float32, torch.bfloat16), enumerate(OPTIONS)):
-        # Large enough that their exponentials overflow if no maximum is taken away.
+        # Large enough that their exponentials overflow if the maximum is not subtracted.
         offset = 0.0 if "softcap" in options else 100.0
         logits = (4.0 * random(4, 6, vocabulary, seed=case) + offset).to(dtype)
         labels = torch.randint(vocabulary, (4, 6), generator=torch.Generator().manual_seed(case))
@@ -374,11 +376,11 @@ def losses(shape: Shape, vocabulary: int) -> None:
         expected, gradient = exact_cross_entropy(logits, labels, **settings)
 
         columns = [*logits[rows].split(-(-vocabulary // grid.x), dim=-1), *[logits[rows, :, :0]] * grid.x]
-        place = grid.coordinate("x")
-        local = columns[place].clone().requires_grad_()
+        index = grid.coordinate("x")
+        local = columns[index].clone().requires_grad_()
         loss = ff.cross_entropy(local, labels[rows], grid, vocab_size=vocabulary, **options)
         loss.backward()
-        first = -(-vocabulary // grid.x) * place
+        first = -(-vocabulary // grid.x) * index
         part = gradient[rows, :, first : first + local.shape[-1]]
         bar = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
         loss_bar = bar if "softcap" in options else 1e-5  # capped in the precision of the logits
@@ -387,8 +389,8 @@ def losses(shape: Shape, vocabulary: int) -> None:
         assert local.grad.dtype == dtype
         largest = float(gradient.abs().max())
         torch.testing.assert_close(local.grad.double(), part, rtol=bar, atol=bar * largest)
-        whole = ff.full_logits(local, grid, vocab_size=vocabulary, batch=local.shape[:-1])
-        torch.testing.assert_close(whole, logits[rows], rtol=0.0, atol=0.0)
+        gathered = ff.full_logits(local, grid, vocab_size=vocabulary, batch=local.shape[:-1])
+        torch.testing.assert_close(gathered, logits[rows], rtol=0.0, atol=0.0)
 
     nothing = torch.full((4, 6), -100)[rows]
     loss = ff.cross_entropy(local, nothing, grid, vocab_size=vocabulary)
@@ -398,9 +400,7 @@ def losses(shape: Shape, vocabulary: int) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 4), (2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 1)])
 @pytest.mark.parametrize("vocabulary", [131, 3])
-def test_cross_entropy_is_that_of_all_logits_and_all_ranks(
-    pool: RankPool, shape: Shape, vocabulary: int
-) -> None:
+def test_cross_entropy_matches_that_of_the_full_logits(pool: RankPool, shape: Shape, vocabulary: int) -> None:
     pool.run(losses, 4, shape, vocabulary)
 
 
@@ -425,17 +425,17 @@ def model_losses(shape: Shape) -> None:
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0.0)
     logits = ff.full_logits(found.logits, grid, vocab_size=VOCABULARY, batch=ids[rows].shape)
     torch.testing.assert_close(logits, expected.logits[rows], rtol=1e-4, atol=1e-5)
-    # A loss of one's own, from the logits that the model gives.
+    # The loss computed from the model's logits.
     own = ff.cross_entropy(found.logits, shifted[rows], grid, vocab_size=VOCABULARY)
     torch.testing.assert_close(own, expected.loss, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2, 2), (2, 1, 1, 2), (1, 2, 2, 1)])
-def test_loss_of_a_hugging_face_model_is_that_of_the_global_batch(pool: RankPool, shape: Shape) -> None:
+def test_loss_of_a_hugging_face_model_is_the_loss_of_the_global_batch(pool: RankPool, shape: Shape) -> None:
     pool.run(model_losses, 4, shape)
 
 
-# -- ids that no rank holds, vocabularies that are not told ---------------------------------------------------------
+# -- ids outside the vocabulary, vocab_size not given ---------------------------------------------------------
 
 
 def message_of(function: Callable[[], Any]) -> str:
@@ -461,7 +461,7 @@ def outside_the_vocabulary(shape: Shape) -> tuple[str, str, str]:
     )
 
 
-def test_ids_and_labels_outside_the_vocabulary_are_refused(pool: RankPool) -> None:
+def test_ids_and_labels_outside_the_vocabulary_are_rejected(pool: RankPool) -> None:
     for messages in pool.run(outside_the_vocabulary, 4, (1, 1, 2, 2)):
         assert [
             "input id of model.embed_tokens" in messages[0],
@@ -470,7 +470,7 @@ def test_ids_and_labels_outside_the_vocabulary_are_refused(pool: RankPool) -> No
         ] == [True] * 3
 
 
-def vocabulary_not_told(shape: Shape) -> tuple[float, float]:
+def without_vocab_size(shape: Shape) -> tuple[float, float]:
     grid = Grid.create(shape)
     logits, labels = random(2, 3, 63), torch.randint(63, (2, 3), generator=torch.Generator().manual_seed(1))
     own = logits.chunk(grid.x, dim=-1)[grid.coordinate("x")]  # 32 columns and 31
@@ -480,6 +480,6 @@ def vocabulary_not_told(shape: Shape) -> tuple[float, float]:
     return float(ff.cross_entropy(own, labels, grid)), float(right)
 
 
-def test_a_vocabulary_that_does_not_divide_need_not_be_told(pool: RankPool) -> None:
-    for ours, right in pool.run(vocabulary_not_told, 2, (1, 1, 1, 2)):
+def test_vocab_size_is_optional_also_if_x_does_not_divide_it(pool: RankPool) -> None:
+    for ours, right in pool.run(without_vocab_size, 2, (1, 1, 1, 2)):
         assert ours == pytest.approx(right, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Models built on meta: drawn weights do not depend on the grid, loaded weights are those of the checkpoint."""
+"""Models built on meta: random init does not depend on the grid, loaded weights are those of the checkpoint."""
 
 import math
 from pathlib import Path
@@ -27,18 +27,18 @@ def on_meta(kind: str, **changes: Any) -> Any:
         return construct(kind, **changes)
 
 
-# -- drawn --------------------------------------------------------------------------------------------------------------
+# -- random init --------------------------------------------------------------------------------------------------------------
 
 
-def drawn(shape: Shape, kind: str, seed: int) -> list[Piece]:
-    """What this rank holds, and of which Hugging Face tensor it is which part."""
+def initialized_shards(shape: Shape, kind: str, seed: int) -> list[Piece]:
+    """This rank's shards, each with the Hugging Face tensor and the index that it comes from."""
     model, grid = on_meta(kind), Grid.create(shape)
     report = ff.parallelize(model, grid, seed=seed)
     ids, labels = batch(8)
     rows = grid.local_rows(len(ids))
     loss = model(input_ids=ids[rows], labels=labels[rows]).loss
     loss.backward()
-    assert abs(loss.item() - math.log(VOCABULARY)) < 0.5  # small weights know nothing
+    assert abs(loss.item() - math.log(VOCABULARY)) < 0.5  # small random weights predict uniformly
     pieces = []
     for name, local in local_parameters(model).items():
         layout = report.layouts[name]
@@ -47,33 +47,33 @@ def drawn(shape: Shape, kind: str, seed: int) -> list[Piece]:
 
 
 def assemble(pieces: list[Piece], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    whole = {name: torch.full(shape, math.nan) for name, shape in shapes.items()}
+    full = {name: torch.full(shape, math.nan) for name, shape in shapes.items()}
     for name, index, local in pieces:
-        there = whole[name][index]
+        there = full[name][index]
         assert torch.equal(torch.where(there.isnan(), local, there), local), f"replicas of {name} differ"
         there.copy_(local)
-    for name, tensor in whole.items():
+    for name, tensor in full.items():
         assert not tensor.isnan().any(), f"{name} is not complete"
-    return whole
+    return full
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
-def test_drawn_weights_do_not_depend_on_the_grid(pool: RankPool, kind: str) -> None:
+def test_random_init_does_not_depend_on_the_grid(pool: RankPool, kind: str) -> None:
     shapes = {name: tuple(p.shape) for name, p in on_meta(kind).named_parameters()}
 
-    def draw(shape: Shape, seed: int = 5) -> dict[str, Tensor]:
-        ranks = pool.run(drawn, math.prod(shape), shape, kind, seed)
+    def initialize(shape: Shape, seed: int = 5) -> dict[str, Tensor]:
+        ranks = pool.run(initialized_shards, math.prod(shape), shape, kind, seed)
         return assemble([piece for pieces in ranks for piece in pieces], shapes)
 
-    alone = draw((1, 1, 1, 1))
+    alone = initialize((1, 1, 1, 1))
     for shape in ((1, 2, 2, 2), (2, 1, 1, 4)):
-        for name, tensor in draw(shape).items():
+        for name, tensor in initialize(shape).items():
             assert torch.equal(tensor, alone[name]), f"{name} differs on {shape}"
-    for name, tensor in draw((1, 1, 1, 1), seed=6).items():
+    for name, tensor in initialize((1, 1, 1, 1), seed=6).items():
         constant = bool((alone[name] == alone[name].flatten()[0]).all())  # norms and biases
         assert constant == torch.equal(tensor, alone[name]), name
 
-    # The model's own constructor draws other numbers of the same distributions.
+    # The model's own constructor draws other values from the same distributions.
     torch.manual_seed(0)
     for name, tensor in construct(kind).named_parameters():
         tolerance = 4 * tensor.std().item() / math.sqrt(tensor.numel())
@@ -108,7 +108,7 @@ def test_a_loaded_model_has_the_loss_of_the_stock_one(
     stock.save_pretrained(tmp_path / "several files", max_shard_size="20KB")
     assert len(list((tmp_path / "several files").glob("*.safetensors"))) > 1
     folders = [tmp_path / "one file", tmp_path / "several files"]
-    if kind == "gpt2":  # as OpenAI's own checkpoint: that of the bare model
+    if kind == "gpt2":  # as OpenAI's own checkpoint: that of the base model
         stock.transformer.save_pretrained(tmp_path / "bare")
         assert "wte.weight" in load_file(tmp_path / "bare" / "model.safetensors")
         folders.append(tmp_path / "bare")
@@ -118,8 +118,8 @@ def test_a_loaded_model_has_the_loss_of_the_stock_one(
                 assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def loaded_numbers(shape: Shape, folder: Path, expected: dict[str, Tensor]) -> tuple[int, list[str]]:
-    """How many tensors this rank has a part of, and which of those are not the parts expected."""
+def loaded_values(shape: Shape, folder: Path, expected: dict[str, Tensor]) -> tuple[int, list[str]]:
+    """The number of shards on this rank, and the names of those with wrong values."""
     section, grid = ModelSection(pretrained=folder), Grid.create(shape)
     model, report = build_model(section, EngineSection(), grid, seed=0, length=16)
     found = local_parameters(model)
@@ -131,9 +131,7 @@ def activations_for(shape: Shape, folder: Path, length: int) -> str:
     return build_model(section, EngineSection(), grid, seed=0, length=length)[1].activations
 
 
-def test_sequences_that_cannot_be_dealt_out_leave_activations_replicated(
-    pool: RankPool, tmp_path: Path
-) -> None:
+def test_activations_are_replicated_if_tokens_do_not_divide(pool: RankPool, tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     for length, expected in ((16, "token-sharded"), (15, "replicated")):
         assert set(pool.run(activations_for, 2, (1, 1, 1, 2), tmp_path, length)) == {expected}
@@ -141,7 +139,7 @@ def test_sequences_that_cannot_be_dealt_out_leave_activations_replicated(
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_masters_are_the_stored_numbers_in_fp32(
+def test_master_weights_are_the_stored_values_in_fp32(
     pool: RankPool, tmp_path: Path, kind: str, dtype: torch.dtype
 ) -> None:
     """As published models are: bfloat16 in several files, with a config.json that says so."""
@@ -150,7 +148,7 @@ def test_masters_are_the_stored_numbers_in_fp32(
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert AutoConfig.from_pretrained(tmp_path).dtype == dtype
     expected = {name: tensor.detach().float() for name, tensor in stock.named_parameters()}
-    for count, wrong in pool.run(loaded_numbers, 4, (1, 2, 1, 2), tmp_path, expected):
+    for count, wrong in pool.run(loaded_values, 4, (1, 2, 1, 2), tmp_path, expected):
         assert count >= len(expected)
         assert wrong == []
 
@@ -186,7 +184,7 @@ def message_of_loading(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_a_checkpoint_that_does_not_fit_is_named_with_its_tensor(pool: RankPool, tmp_path: Path) -> None:
+def test_errors_name_the_tensor_of_a_wrong_checkpoint(pool: RankPool, tmp_path: Path) -> None:
     tensors = {name: tensor.clone() for name, tensor in build("llama").state_dict().items()}
     name = "model.layers.1.mlp.up_proj.weight"
 

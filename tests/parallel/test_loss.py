@@ -1,4 +1,4 @@
-"""A loss that is not that of the global batch is refused, wherever a model takes it from."""
+"""A loss that is not the loss of the global batch is rejected, however a model computes it."""
 
 from collections.abc import Callable
 
@@ -46,7 +46,7 @@ def auxiliary_loss(coefficient: float) -> PreTrainedModel:
     )
 
 
-def what_comes(make: Callable[..., PreTrainedModel], *arguments: float) -> str:
+def loss_or_error(make: Callable[..., PreTrainedModel], *arguments: float) -> str:
     torch.manual_seed(0)
     grid = Grid.create(SHAPE)
     model = make(*arguments)
@@ -64,13 +64,13 @@ def what_comes(make: Callable[..., PreTrainedModel], *arguments: float) -> str:
     ("make", "arguments", "says"),
     [
         (other_loss, (), "LlamaForTokenClassification has the loss ForTokenClassification"),
-        (own_loss, (), "T5ForConditionalGeneration computes a loss of its own"),
-        (auxiliary_loss, (0.5,), "MixtralForCausalLM computes a loss of its own, or adds to it"),
+        (own_loss, (), "T5ForConditionalGeneration computes its own loss"),
+        (auxiliary_loss, (0.5,), "MixtralForCausalLM computes its own loss, or adds to it"),
         (auxiliary_loss, (0.0,), "a loss"),
     ],
 )
-def test_only_the_loss_of_the_global_batch_is_given(pool: RankPool, make, arguments, says) -> None:
-    for answer in pool.run(what_comes, 2, make, *arguments):
+def test_only_the_loss_of_the_global_batch_is_returned(pool: RankPool, make, arguments, says) -> None:
+    for answer in pool.run(loss_or_error, 2, make, *arguments):
         assert says in answer
         assert says == "a loss" or "ff.cross_entropy" in answer
 
@@ -91,7 +91,7 @@ def tie_across_blocks() -> str:
     return ""
 
 
-def test_a_weight_that_two_blocks_share_is_refused_by_fsdp2(pool: RankPool) -> None:
+def test_fsdp2_rejects_a_weight_shared_by_two_blocks(pool: RankPool) -> None:
     for answer in pool.run(tie_across_blocks, 2):
         assert "blocks.1.weight is tied to blocks.0.weight" in answer
         assert "untie" in answer
@@ -107,6 +107,6 @@ def counts() -> tuple[float, float, int]:
     return float(plain), float(model(input_ids=ids, labels=labels, num_items_in_batch=items).loss), int(items)
 
 
-def test_labels_counted_as_the_readme_says_give_the_same_mean(pool: RankPool) -> None:
+def test_count_labels_gives_the_same_mean(pool: RankPool) -> None:
     for plain, counted, _ in pool.run(counts, 2):
         assert counted == pytest.approx(plain, rel=1e-6)

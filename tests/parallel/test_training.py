@@ -25,7 +25,7 @@ from tests.models import (
 )
 
 Shape = tuple[int, int, int, int]
-# So small a bundle that the matrices of these small models have collectives of their own.
+# Small enough that the matrices of these models have their own collectives.
 OVERLAP = ff.Overlap(bundle_bytes=1024)
 
 
@@ -52,7 +52,7 @@ def bf16_step(shape: Shape, kind: str, watched: str, weights: Any) -> dict[str, 
     rough_loss, rough = stock_step(build(kind).to(torch.bfloat16), ids, labels)
 
     model, grid = build(kind), Grid.create(shape)
-    # The same weights share a collective as in fp32.
+    # The same weights share a collective in fp32 and in bf16.
     overlap = ff.Overlap(bundle_bytes=OVERLAP.bundle_bytes // 2)
     report = ff.parallelize(model, grid, precision="bf16", weights=weights, overlap=overlap)
     seen: dict[str, torch.dtype] = {}
@@ -63,14 +63,14 @@ def bf16_step(shape: Shape, kind: str, watched: str, weights: Any) -> dict[str, 
 
     optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-3, foreach=True)
     rows = grid.local_rows(len(ids))
-    # The first step shows in which order weights are used.
+    # The first step records the order in which weights are used.
     model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
     model.zero_grad()
     with grid.collectives.counting() as entries:
         loss = model(input_ids=ids[rows], labels=labels[rows]).loss
         loss.backward()
     ours = local_gradients(model)
-    # Last: who looks at a weight gathers it.
+    # At the end, because reading a weight gathers it.
     with evaluating(model), model.get_submodule(watched).register_forward_hook(look):
         model(input_ids=ids[rows])
     wide_model = build(kind)
@@ -120,7 +120,7 @@ def test_bf16_computes_in_bf16_and_keeps_everything_in_fp32(
         # Gradients are summed in fp32, weights are gathered in half the bytes.
         assert seen["traffic"]["gradient"] == seen["fp32 traffic"]["gradient"] > 0
         assert 2 * seen["traffic"]["weight"] == seen["fp32 traffic"]["weight"] > 0
-        # bf16 has 8 bits: as near to fp32 as the stock model in bf16 is, and no nearer than bf16 can be.
+        # bf16 has 8 bits: about as close to fp32 as the stock model in bf16, and not closer than bf16 can be.
         assert seen["loss error"] < 5e-3
         assert 1e-4 < seen["gradient error"] < 1.5 * seen["stock gradient error"]
 
@@ -163,7 +163,7 @@ def accumulate(shape: Shape, kind: str, weights: Any) -> tuple[dict[Any, Any], d
     torch.testing.assert_close(sum(losses), expected_loss, rtol=1e-5, atol=0.0)
     assert_shards_close(local_gradients(model), expected, report, grid)
 
-    # What was accumulated is gone with the step: the next one does not see it.
+    # The next step does not see what was accumulated in this one.
     model.zero_grad()
     fresh = build(kind, **FEW_SHAPES[kind])
     fresh(input_ids=ids[:8], labels=labels[:8], num_items_in_batch=items).loss.backward()
@@ -180,7 +180,7 @@ def accumulate(shape: Shape, kind: str, weights: Any) -> tuple[dict[Any, Any], d
         ("gpt2", (1, 2, 2, 1), "streamed"),
     ],
 )
-def test_accumulated_gradients_are_those_of_one_batch_and_travel_once(
+def test_accumulated_gradients_match_one_batch_and_are_sent_once(
     pool: RankPool, kind: str, shape: Shape, weights: str
 ) -> None:
     for once, accumulated in pool.run(accumulate, math.prod(shape), shape, kind, weights):
@@ -196,7 +196,7 @@ def step_and_saved_bytes(
     grid: Grid, kind: str, checkpointing: Any, weights: Any
 ) -> tuple[float, dict[str, Tensor], int]:
     model = build(kind)
-    # In one piece: the hooks are those of this thread.
+    # Not split, because the hooks apply to this thread only.
     overlap = replace(OVERLAP, interleave=False)
     ff.parallelize(model, grid, activation_checkpointing=checkpointing, weights=weights, overlap=overlap)
     ids, labels = batch(8)
@@ -233,7 +233,7 @@ def recompute(shape: Shape, kind: str, weights: Any) -> tuple[int, int]:
         pytest.param("gpt2", (2, 2, 1, 2), "streamed", marks=pytest.mark.nightly),
     ],
 )
-def test_recomputation_changes_memory_and_not_a_bit_of_the_gradient(
+def test_recomputation_saves_memory_and_gradients_are_bitwise_equal(
     pool: RankPool, kind: str, shape: Shape, weights: str
 ) -> None:
     for saved, saved_less in pool.run(recompute, 8, shape, kind, weights):
@@ -284,7 +284,7 @@ def clip(shape: Shape, kind: str, changes: dict[str, Any], weights: Any) -> None
         ("gpt2", (2, 1, 2, 2), {}, "streamed"),
     ],
 )
-def test_the_norm_of_the_gradient_is_that_of_one_process(
+def test_the_gradient_norm_matches_one_process(
     pool: RankPool, kind: str, shape: Shape, changes: dict[str, Any], weights: str
 ) -> None:
     pool.run(clip, 8, shape, kind, changes, weights)
@@ -298,7 +298,7 @@ def clip_what_is_not_on_the_grid() -> str:
     return str(caught.value)
 
 
-def test_clipping_plain_parameters_is_refused(pool: RankPool) -> None:
+def test_clipping_plain_parameters_is_rejected(pool: RankPool) -> None:
     assert "parallelize" in pool.run(clip_what_is_not_on_the_grid, 1)[0]
 
 
@@ -339,12 +339,12 @@ def optimizer_of_gathered_weights() -> str:
     return str(caught.value)
 
 
-def test_an_optimizer_of_gathered_weights_is_refused(pool: RankPool) -> None:
-    """It would train copies that FSDP2 drops: no loss would say so, but the weights would stay as they are."""
+def test_an_optimizer_of_gathered_weights_is_rejected(pool: RankPool) -> None:
+    """It would train copies that FSDP2 drops, and the weights would never change."""
     assert "before the first forward" in pool.run(optimizer_of_gathered_weights, 1)[0]
 
 
-# An epsilon that the gradients exceed: a smaller one makes whole updates of the rounding noise about zero.
+# An epsilon below the gradients but above rounding noise: a smaller one would turn noise into full updates.
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-3, "amsgrad": True}),
     (torch.optim.Adam, {"lr": 1e-2, "eps": 1e-3}),
@@ -380,23 +380,23 @@ def each_optimizer(shape: Shape, weights: Any) -> None:
             optimizer.step()
             expected.zero_grad(set_to_none=seed == 3)
             optimizer.zero_grad(set_to_none=seed == 3)
-        # What the steps have added, not what was there before them.
+        # Compare the updates, not the weights.
         added = {name: p.detach() - before[name] for name, p in stock.named_parameters()}
         ours = {n: p - part(before, report, grid, n) for n, p in local_parameters(model).items()}
         assert_shards_close(ours, added, report, grid, bar=1e-3)
 
 
 @pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
-def test_every_elementwise_optimizer_steps_as_in_one_process(pool: RankPool, weights: str) -> None:
+def test_elementwise_optimizers_match_one_process(pool: RankPool, weights: str) -> None:
     pool.run(each_optimizer, 4, (1, 2, 1, 2), weights)
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adafactor])
-def test_an_optimizer_of_whole_matrices_is_refused(optimizer_class: type[torch.optim.Optimizer]) -> None:
+def test_an_optimizer_of_full_matrices_is_rejected(optimizer_class: type[torch.optim.Optimizer]) -> None:
     with pytest.raises(ValueError, match=optimizer_class.__name__):
         ff.sharded_optimizer(optimizer_class)
 
 
-def test_an_optimizer_made_before_the_model_is_parallel_is_refused() -> None:
+def test_an_optimizer_made_before_parallelize_is_rejected() -> None:
     with pytest.raises(ValueError, match="after"):
         ff.sharded_optimizer(torch.optim.AdamW)(nn.Linear(2, 3).parameters())

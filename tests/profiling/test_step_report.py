@@ -1,4 +1,4 @@
-"""Compute and exposed seconds make the step, and the seconds are those of the axis that was waited for."""
+"""Compute time and exposed communication add up to the step, and waits are attributed to their axis."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def measure(axis: Any) -> tuple[float, float, float, float]:
         pending = grid.collectives.all_reduce(torch.ones(8), axis, "activation")
         clock.now_s += 5.0  # computation
         pending.wait()
-        pending.wait()  # the second time there is nothing to wait for
+        pending.wait()  # the second wait returns at once
         grid.collectives.all_reduce(torch.ones(8), axis, "loss").wait()
     other = "x" if axis == "z" else "z"
     return report.step_s, report.compute_s, report.exposed_s(axis), report.exposed_s(other)
@@ -42,7 +42,7 @@ def measure(axis: Any) -> tuple[float, float, float, float]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("axis", ["z", "x"])
-def test_exposed_seconds_are_those_of_the_axis(axis: str, pool: RankPool) -> None:
+def test_exposed_seconds_are_attributed_to_their_axis(axis: str, pool: RankPool) -> None:
     for step_s, compute_s, exposed_s, elsewhere_s in pool.run(measure, 4, axis):
         # Two marks around the step and two around each of the two waits; a wait takes one second.
         assert (step_s, exposed_s, elsewhere_s) == (10.0, 2.0, 0.0)

@@ -1,4 +1,4 @@
-"""A trace holds every collective by axis, module and bytes, every wait, and the operators between them, on one clock."""
+"""A trace contains every collective with axis, module and bytes, every wait, and the operators, on one clock."""
 
 import json
 from pathlib import Path
@@ -28,28 +28,28 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_collective_and_every_wait_is_in_the_trace(pool: RankPool, tmp_path: Path) -> None:
-    accounts = pool.run(trace_a_step, 4, str(tmp_path / "rank{rank}.json"))
+    totals = pool.run(trace_a_step, 4, str(tmp_path / "rank{rank}.json"))
     assert len(list(tmp_path.iterdir())) == 4
-    for rank, (calls, exposed_s, payload_bytes) in enumerate(accounts):
+    for rank, (calls, exposed_s, payload_bytes) in enumerate(totals):
         events = load(tmp_path / f"rank{rank}.json")
         starts = [e for e in events if e.get("cat") == "collective" and e["ph"] == "b"]
         ends = {e["id"]: e for e in events if e.get("cat") == "collective" and e["ph"] == "e"}
         waits = [e for e in events if e.get("cat") == "wait"]
         assert len(starts) == len(ends) == len(waits) == calls
         assert sum(e["args"]["bytes"] for e in starts) == payload_bytes
-        # To the nanosecond that a wait is rounded to, and the digits of a double.
+        # Waits are rounded to a nanosecond.
         assert abs(sum(e["dur"] for e in waits) / 1e6 - exposed_s) < 1e-6
         assert all(e["ts"] <= ends[e["id"]]["ts"] for e in starts)
         names = {e["name"] for e in starts}
         assert "z all_gather model.layers.1.mlp.down_proj.weight" in names
         assert "x all_gather model.layers.0.self_attn.q_proj+k_proj+v_proj" in names
         assert "z reduce_scatter lm_head.weight" in names
-        # The profiler's operators are on the same clock: the step's first and last surround ours.
+        # The profiler's operators are on the same clock: the first and the last of them surround the waits.
         operators = [e for e in events if e.get("cat") == "cpu_op"]
         assert min(e["ts"] for e in operators) < min(e["ts"] for e in waits)
         assert max(e["ts"] + e["dur"] for e in operators) > max(e["ts"] for e in waits)
 
 
-def test_rank_0_alone_writes_unless_the_path_names_the_rank(pool: RankPool, tmp_path: Path) -> None:
+def test_only_rank_0_writes_unless_the_path_contains_the_rank(pool: RankPool, tmp_path: Path) -> None:
     pool.run(trace_a_step, 4, str(tmp_path / "step.json"))
     assert [p.name for p in tmp_path.iterdir()] == ["step.json"]

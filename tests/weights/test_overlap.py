@@ -1,4 +1,4 @@
-"""What hides behind computation changes when a collective is sent and waited for, and no number and no byte."""
+"""Overlap settings change when a collective starts and is waited for, but not the results or the traffic."""
 
 import copy
 import dataclasses
@@ -17,23 +17,23 @@ from fourfold.mesh.collectives import InFlightCollective
 from tests.models import batch, build, local_gradients
 
 Shape = tuple[int, int, int, int]
-TOKENS = 11  # divides by no number of chunks but 1
+TOKENS = 11  # a prime, so that it divides into equal chunks only for 1
 
-# -- parts of the tokens ------------------------------------------------------------------------------------------------
+# -- chunks of the tokens ------------------------------------------------------------------------------------------------
 
-# 11 tokens in parts of ceil(11 / chunks): in 5 chunks of 3 there are but 4.
+# 11 tokens in chunks of ceil(11 / chunks) tokens: 5 chunks would have 3 tokens each, so there are only 4.
 PARTS = {1: 1, 2: 2, 3: 3, 5: 4, 20: 11, "auto": 1}
-# The output of one linear, by its name; q, k, v and gate, up have several in one.
+# Linears that are computed alone, and those that are computed as one group.
 ALONE = {"llama": ("o_proj", "down_proj", "lm_head"), "gpt2": ("c_attn", "c_proj", "c_fc")}
 TOGETHER = {"llama": ("q_proj+k_proj+v_proj", "gate_proj+up_proj"), "gpt2": ()}
 
 
 class Step:
-    """One forward and backward; each all-reduce of activations by the module whose it is."""
+    """One forward and backward, with the all-reduces of activations of each module."""
 
     def __init__(self, grid: Grid, kind: str, overlap: ff.Overlap) -> None:
         model = build(kind)
-        # Of an odd number of tokens.
+        # Replicated, because the number of tokens is odd.
         self.report = ff.parallelize(model, grid, overlap=overlap, activations="replicated")
         ids, labels = batch(1, TOKENS)
         with grid.collectives.recording() as forward:
@@ -53,12 +53,12 @@ def _by_module(flights: list[InFlightCollective]) -> dict[str, list[int]]:
     return dict(found)
 
 
-def assert_same_numbers(ours: Step, expected: Step) -> None:
+def assert_same_results(ours: Step, expected: Step) -> None:
     bar = 1e-6
     assert float(ours.output.loss) == pytest.approx(float(expected.output.loss), rel=bar)
     scale = float(expected.output.logits.detach().abs().max())
     torch.testing.assert_close(ours.output.logits, expected.output.logits, rtol=0.0, atol=bar * scale)
-    # Relative to all that the stock tensor became: the gradient of the keys' bias alone is noise about zero.
+    # Relative to all shards of the stock tensor, because the gradient of the keys' bias alone is rounding noise.
     scales: dict[str, float] = defaultdict(float)
     for name, gradient in expected.gradients.items():
         stock_name = expected.report.layouts[name].hf_name
@@ -70,11 +70,11 @@ def assert_same_numbers(ours: Step, expected: Step) -> None:
 
 def compare_chunks(shape: Shape, kind: str) -> dict[Any, tuple[dict[str, list[int]], dict[str, list[int]]]]:
     grid = Grid.create(shape)
-    whole = Step(grid, kind, ff.Overlap(forward_chunks=1))
+    unchunked = Step(grid, kind, ff.Overlap(forward_chunks=1))
     traffic = {}
     for chunks in PARTS:
         step = Step(grid, kind, ff.Overlap(forward_chunks=chunks))  # type: ignore[arg-type]
-        assert_same_numbers(step, whole)
+        assert_same_results(step, unchunked)
         traffic[chunks] = (step.forward, step.backward)
     return traffic
 
@@ -84,13 +84,13 @@ def compare_chunks(shape: Shape, kind: str) -> dict[Any, tuple[dict[str, list[in
 def test_chunks_change_the_number_of_calls_and_nothing_else(pool: RankPool, kind: str, shape: Shape) -> None:
     _, _, y, x = shape
     for traffic in pool.run(compare_chunks, 4, shape, kind):
-        whole, whole_backward = traffic[1]
-        assert {len(calls) for calls in whole.values()} == {1}
+        unchunked, unchunked_backward = traffic[1]
+        assert {len(calls) for calls in unchunked.values()} == {1}
         for chunks, parts in PARTS.items():
             forward, backward = traffic[chunks]
-            assert backward == whole_backward
+            assert backward == unchunked_backward
             assert {name: sum(calls) for name, calls in forward.items()} == {
-                name: sum(calls) for name, calls in whole.items()
+                name: sum(calls) for name, calls in unchunked.items()
             }
             alone = [name for name in forward if name.endswith(ALONE[kind])]
             together = [name for name in forward if name.endswith(TOGETHER[kind])] if TOGETHER[kind] else []
@@ -100,18 +100,18 @@ def test_chunks_change_the_number_of_calls_and_nothing_else(pool: RankPool, kind
                 rows = -(-TOKENS // parts)
                 assert max(forward[name]) * TOKENS == sum(forward[name]) * rows
             assert len(together) == (2 * 2 if kind == "llama" else 0)
-            for name in together:  # each of their outputs is at least a part of its own
+            for name in together:  # each of their outputs is at least one chunk
                 members = name.count("+") + 1
                 assert len(forward[name]) == 1 if parts == 1 else len(forward[name]) >= members
-        # By hand: all of o's output on this rank, in fp32, where its input is cut.
+        # By hand: o's output on this rank, in fp32, if its input is sharded.
         last = "model.layers.1.self_attn.o_proj" if kind == "llama" else "transformer.h.1.attn.c_proj"
-        assert (last in whole) == (x > 1)
+        assert (last in unchunked) == (x > 1)
         if x > 1:
-            assert whole[last] == [TOKENS * 32 // y * 4]
+            assert unchunked[last] == [TOKENS * 32 // y * 4]
 
 
 class Wide(nn.Module):
-    """So wide that its outputs are worth several parts of their own accord."""
+    """Wide enough that "auto" splits its outputs into several chunks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,13 +138,13 @@ def chunk_by_size(shape: Shape, tokens: int) -> list[int]:
     return [f.payload_bytes for f in flights if f.module == "up"]
 
 
-def test_large_outputs_go_in_parts_of_their_own_accord(pool: RankPool) -> None:
+def test_auto_splits_large_outputs_into_chunks(pool: RankPool) -> None:
     for few, many in zip(
         pool.run(chunk_by_size, 4, (1, 1, 2, 2), 101),
         pool.run(chunk_by_size, 4, (1, 1, 2, 2), 2049),
         strict=True,
     ):
-        # A part is worth sending for itself from a MiB on, on a CPU.
+        # On a CPU a chunk has at least about 1 MiB.
         assert few == [101 * 512 * 4]
         assert len(many) > 1
         assert sum(many) == 2049 * 512 * 4
@@ -159,12 +159,12 @@ def compare_ways(shape: Shape, kind: str) -> None:
     expected = Step(grid, kind, ff.Overlap(bundle_bytes=1024))
     for overlap in (ff.Overlap(bundle_bytes=1024, backward=False), ff.Overlap.none()):
         step = Step(grid, kind, overlap)
-        assert_same_numbers(step, expected)
+        assert_same_results(step, expected)
         assert (step.forward, step.backward) == (expected.forward, expected.backward)
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("llama", (1, 1, 2, 2)), ("gpt2", (1, 1, 4, 1))])
-def test_nothing_in_flight_gives_the_same_numbers(pool: RankPool, kind: str, shape: Shape) -> None:
+def test_results_are_the_same_without_overlap(pool: RankPool, kind: str, shape: Shape) -> None:
     pool.run(compare_ways, 4, shape, kind)
 
 
@@ -202,29 +202,29 @@ def test_without_overlap_one_collective_is_in_flight_at_a_time(pool: RankPool, s
         assert together == {"weight", "gradient"} | ({"activation"} if shape[3] > 1 else set())
 
 
-# -- what is refused ----------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name", ["prefetch", "bundle_bytes", "keep_bytes", "in_flight_bytes", "forward_chunks"]
 )
-def test_a_negative_number_is_refused_by_name(name: str) -> None:
+def test_a_negative_number_is_rejected(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}=-3"):
         ff.Overlap(**{name: -3})
 
 
-def test_no_chunk_at_all_is_refused() -> None:
+def test_zero_chunks_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"forward_chunks=0.*use 1"):
         ff.Overlap(forward_chunks=0)
 
 
-def test_a_word_that_is_not_known_is_refused_by_name() -> None:
+def test_an_unknown_word_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"forward_chunks='many'.*auto"):
         ff.Overlap(forward_chunks="many")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "value"), [("prefetch", None), ("keep_bytes", 1.5), ("interleave", "yes")])
-def test_what_is_no_setting_is_refused_by_name(name: str, value: object) -> None:
+def test_an_invalid_value_is_rejected(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"{name}={value!r}.*use"):
         ff.Overlap(**{name: value})  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Streamed weights: the numbers of one process and the storage of FSDP2, for models of all sorts."""
+"""Streamed weights: the results of one process and the storage of FSDP2, for various models."""
 
 import itertools
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.models import (
     local_parameters,
     part,
 )
-from tests.streamed import BUNDLE_BYTES, NOTHING_ELSE_CUT, PLENTY, Pair, Shape, gathered, overlap, train
+from tests.streamed import BUNDLE_BYTES, ONLY_Z, PLENTY, Pair, Shape, gathered, overlap, train
 
 # -- storage ------------------------------------------------------------------------------------------------------------
 
@@ -33,14 +33,14 @@ def compare_storage(shape: Shape, kind: str, changes: dict[str, Any]) -> int:
     assert report.layouts == expected_report.layouts
     expected = dict(fsdp2.named_parameters())
     assert [name for name, _ in streamed.named_parameters()] == list(expected)
-    whole = dict(build(kind, **changes).named_parameters())
+    full = dict(build(kind, **changes).named_parameters())
     uneven = 0
     for name, parameter in streamed.named_parameters():
         assert parameter.shape == expected[name].shape
         assert parameter.placements == expected[name].placements
         assert parameter.device_mesh == expected[name].device_mesh
         assert torch.equal(parameter.to_local(), expected[name].to_local())
-        assert torch.equal(parameter.to_local(), part(whole, report, grid, name))
+        assert torch.equal(parameter.to_local(), part(full, report, grid, name))
         sizes = [torch.zeros((), dtype=torch.long) for _ in range(dist.get_world_size())]
         dist.all_gather(sizes, torch.tensor(parameter.to_local().numel()))
         uneven += len({int(size) for size in sizes}) > 1
@@ -63,7 +63,7 @@ def test_parameters_are_stored_as_fsdp2_stores_them(
     assert min(pool.run(compare_storage, ranks, shape, kind, changes)) > 0
 
 
-def pass_a_checkpoint_on(folder: str, first: Any, second: Any) -> None:
+def save_and_load(folder: str, first: Any, second: Any) -> None:
     grid = Grid.create((1, 2, 1, 2))
     ids, labels = batch(8)
     rows = grid.local_rows(len(ids))
@@ -87,10 +87,10 @@ def pass_a_checkpoint_on(folder: str, first: Any, second: Any) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("fsdp2", "streamed"), ("streamed", "fsdp2")])
-def test_a_checkpoint_of_one_kind_is_read_by_the_other(
+def test_a_checkpoint_of_one_back_end_is_read_by_the_other(
     pool: RankPool, tmp_path: Path, first: str, second: str
 ) -> None:
-    pool.run(pass_a_checkpoint_on, 4, str(tmp_path), first, second)
+    pool.run(save_and_load, 4, str(tmp_path), first, second)
 
 
 # -- exactness ----------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def uneven_steps(shape: Shape, kind: str, changes: dict[str, Any], checkpointing
         ("gpt2", (1, 2, 2, 1), {"vocab_size": 11}, "none"),
     ],
 )
-def test_rows_that_do_not_divide_by_z_are_exact_however_they_travel(
+def test_rows_that_z_does_not_divide_are_exact_for_any_bundle_size(
     pool: RankPool, kind: str, shape: Shape, changes: dict[str, Any], checkpointing: str
 ) -> None:
     pool.run(uneven_steps, 4, shape, kind, changes, checkpointing)
@@ -143,14 +143,14 @@ def without_gradients() -> None:
         pair.assert_exact_step(seed + 2)
 
 
-def test_an_evaluation_between_steps_is_exact_and_keeps_nothing(pool: RankPool) -> None:
+def test_evaluation_between_steps_is_exact_and_frees_its_weights(pool: RankPool) -> None:
     pool.run(without_gradients, 4)
 
 
 def call_parts_alone(options: dict[str, Any]) -> None:
-    pair = Pair(build("llama"), Grid.create(NOTHING_ELSE_CUT), overlap(**options))
+    pair = Pair(build("llama"), Grid.create(ONLY_Z), overlap(**options))
     hidden = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
-    # What the first call may have gathered ahead is what the second reads.
+    # The first call may prefetch what the second one reads.
     calls = (("model.layers.0.mlp", "lm_head"), ("model.layers.1.self_attn.o_proj", "model.norm", "lm_head"))
     for seed in (2, 3, 4):
         pair.assert_exact_step(seed)
@@ -171,12 +171,12 @@ def call_parts_alone(options: dict[str, Any]) -> None:
         {"prefetch": 0, "keep_bytes": PLENTY},
     ],
 )
-def test_a_part_called_alone_works_with_the_weights_of_now(pool: RankPool, options: dict[str, Any]) -> None:
+def test_a_part_called_alone_uses_the_current_weights(pool: RankPool, options: dict[str, Any]) -> None:
     pool.run(call_parts_alone, 2, options)
 
 
 def backward_through_a_part() -> None:
-    pair = Pair(build("llama"), Grid.create(NOTHING_ELSE_CUT))
+    pair = Pair(build("llama"), Grid.create(ONLY_Z))
     hidden = torch.randn(4, 3, 32, generator=torch.Generator().manual_seed(0))
     rows = pair.grid.local_rows(len(hidden))
     pair.assert_exact_step(2)
@@ -203,13 +203,13 @@ def test_a_part_trained_alone_is_exact(pool: RankPool) -> None:
 
 
 def inference_mode_first() -> None:
-    pair = Pair(build("llama"), Grid.create(NOTHING_ELSE_CUT))
+    pair = Pair(build("llama"), Grid.create(ONLY_Z))
     with torch.inference_mode():
         torch.testing.assert_close(pair.loss(), pair.stock_loss(), rtol=1e-5, atol=0.0)
     pair.assert_exact_step()
 
 
-def test_inference_mode_may_come_before_training(pool: RankPool) -> None:
+def test_inference_mode_before_training(pool: RankPool) -> None:
     pool.run(inference_mode_first, 2)
 
 
@@ -234,7 +234,7 @@ def another_graph(pair: Pair, way: str) -> None:
 
 
 def two_graphs(way: str, bundle_bytes: int) -> None:
-    grid = Grid.create(NOTHING_ELSE_CUT)
+    grid = Grid.create(ONLY_Z)
     pair = Pair(build("llama"), grid, overlap(bundle_bytes=bundle_bytes))
     for _ in range(2):
         pair.zero_grad()
@@ -248,7 +248,7 @@ def two_graphs(way: str, bundle_bytes: int) -> None:
     "bundle_bytes",
     [0, BUNDLE_BYTES],
 )
-def test_a_backward_may_come_late(pool: RankPool, way: str, bundle_bytes: int) -> None:
+def test_a_delayed_backward_is_exact(pool: RankPool, way: str, bundle_bytes: int) -> None:
     pool.run(two_graphs, 2, way, bundle_bytes)
 
 
@@ -278,11 +278,11 @@ def freeze_some() -> None:
         assert not gathered(pair.model)
 
 
-def test_a_frozen_weight_gets_no_gradient_and_the_others_theirs(pool: RankPool) -> None:
+def test_frozen_weights_get_no_gradient_and_the_others_are_exact(pool: RankPool) -> None:
     pool.run(freeze_some, 4)
 
 
-class Planted(Exception):
+class InjectedError(Exception):
     pass
 
 
@@ -291,28 +291,28 @@ def fail_in_between(options: dict[str, Any]) -> None:
     pair.assert_exact_step(1)
 
     def fail(*_: Any) -> None:
-        raise Planted
+        raise InjectedError
 
-    for seed, place in enumerate(("model.layers.1.mlp.up_proj", "model.layers.0.self_attn.k_proj"), start=2):
-        hook = pair.model.get_submodule(place).register_forward_hook(fail)
-        with pytest.raises(Planted):
+    for seed, name in enumerate(("model.layers.1.mlp.up_proj", "model.layers.0.self_attn.k_proj"), start=2):
+        hook = pair.model.get_submodule(name).register_forward_hook(fail)
+        with pytest.raises(InjectedError):
             pair.loss(seed)
         hook.remove()
         pair.assert_exact_step(seed)
 
-        hook = pair.model.get_submodule(place).register_forward_hook(
+        hook = pair.model.get_submodule(name).register_forward_hook(
             lambda m, a, out: out.register_hook(fail) and None
         )
         loss = pair.loss(seed)
         hook.remove()
-        with pytest.raises(Planted):
+        with pytest.raises(InjectedError):
             loss.backward()
         pair.assert_exact_step(seed + 2)
         assert not gathered(pair.model)
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_bytes": PLENTY}])
-def test_a_step_that_fails_leaves_nothing_to_the_next(pool: RankPool, options: dict[str, Any]) -> None:
+def test_a_failed_step_does_not_affect_the_next(pool: RankPool, options: dict[str, Any]) -> None:
     pool.run(fail_in_between, 4, options)
 
 
@@ -336,12 +336,12 @@ def accumulate() -> list[Any]:
     return inside
 
 
-def test_micro_batches_make_the_gradient_of_one_batch(pool: RankPool) -> None:
+def test_accumulated_gradients_match_one_batch(pool: RankPool) -> None:
     for inside in pool.run(accumulate, 4):
         assert inside == []
 
 
-# -- precision, and which kind it is ------------------------------------------------------------------------------------
+# -- precision and choice of the back end ------------------------------------------------------------------------------------
 
 
 def payloads(precision: Any, bundle_bytes: int) -> tuple[dict[tuple[str, str], int], set[torch.dtype]]:
@@ -359,7 +359,7 @@ def payloads(precision: Any, bundle_bytes: int) -> tuple[dict[tuple[str, str], i
     return {(e.axis, e.kind): e.payload_bytes for e in entries if e.purpose in ("weight", "gradient")}, seen
 
 
-def test_bf16_halves_gathers_and_sums_in_fp32(pool: RankPool) -> None:
+def test_bf16_gathers_half_the_bytes_and_reduces_in_fp32(pool: RankPool) -> None:
     for (wide, wide_seen), (half, half_seen) in zip(
         pool.run(payloads, 4, "fp32", BUNDLE_BYTES),
         pool.run(payloads, 4, "bf16", BUNDLE_BYTES // 2),
@@ -372,7 +372,7 @@ def test_bf16_halves_gathers_and_sums_in_fp32(pool: RankPool) -> None:
 
 
 def note_on_weights(weights: Any) -> str:
-    report = ff.parallelize(build("llama"), Grid.create(NOTHING_ELSE_CUT), weights=weights)
+    report = ff.parallelize(build("llama"), Grid.create(ONLY_Z), weights=weights)
     (note,) = (note for note in report.notes if note.startswith("weights: "))
     return note
 
@@ -381,19 +381,19 @@ def note_on_weights(weights: Any) -> str:
     ("weights", "kind", "why"),
     [("auto", "streamed", "auto"), ("streamed", "streamed", "asked for"), ("fsdp2", "fsdp2", "asked for")],
 )
-def test_the_report_says_which_kind_of_weights_and_why(
+def test_the_report_names_the_back_end_and_the_reason(
     pool: RankPool, weights: str, kind: str, why: str
 ) -> None:
     for note in pool.run(note_on_weights, 2, weights):
         assert note.startswith(f"weights: {kind} ({why}")
 
 
-def unknown_kind() -> str:
+def unknown_back_end() -> str:
     with pytest.raises(ValueError, match="fsdp3") as caught:
         ff.parallelize(build("llama"), Grid.create((1, 1, 1, 1)), weights="fsdp3")
     return str(caught.value)
 
 
-def test_an_unknown_kind_of_weights_is_refused_with_the_choices(pool: RankPool) -> None:
-    (message,) = pool.run(unknown_kind, 1)
+def test_an_unknown_back_end_is_rejected_with_the_choices(pool: RankPool) -> None:
+    (message,) = pool.run(unknown_back_end, 1)
     assert all(word in message for word in ("auto", "fsdp2", "streamed"))

@@ -1,4 +1,4 @@
-"""Streamed weights of models that are built in other ways, or change theirs."""
+"""Streamed weights with unusual models: changing order of blocks, tied weights, hidden outputs."""
 
 import copy
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import fourfold as ff
 from benchmarks.ranks import RankPool
 from fourfold import Grid
 from tests.models import assert_shards_close, gradients, local_gradients
-from tests.streamed import NOTHING_ELSE_CUT, Pair, Shape, gathered, overlap
+from tests.streamed import ONLY_Z, Pair, Shape, gathered, overlap
 
 # -- other models -------------------------------------------------------------------------------------------------------
 
@@ -30,8 +30,8 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(hidden)))
 
 
-class Wayward(nn.Module):
-    """Goes through its blocks in the order that it is told."""
+class AnyOrder(nn.Module):
+    """Runs its blocks in the given order."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -49,21 +49,21 @@ class Wayward(nn.Module):
 
 
 ROLES = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-WANDERING_PREFETCH = 2
+PREFETCH = 2
 
 
-def wander(
+def train_in_orders(
     shape: Shape, orders: list[tuple[int, ...]], tied: bool, checkpointing: Any
 ) -> list[tuple[str, list[str]]]:
-    """Compares each step with one process; returns each use of a matrix in the last forward, and the gathers before it."""
+    """Compare each step with one process; returns each use of a matrix in the last forward, and the gathers before it."""
     grid = Grid.create(shape)
     torch.manual_seed(0)
-    stock = Wayward(tied=tied)
-    # Matrices are of 768 bytes at least, biases of 96 at most.
+    stock = AnyOrder(tied=tied)
+    # Matrices have at least 768 bytes, biases at most 96.
     pair = Pair(
         stock,
         grid,
-        overlap(bundle_bytes=128, prefetch=WANDERING_PREFETCH),
+        overlap(bundle_bytes=128, prefetch=PREFETCH),
         roles=ROLES if grid.x > 1 else None,
         activation_checkpointing=checkpointing,
     )
@@ -100,7 +100,7 @@ def wander(
 
 
 @pytest.mark.parametrize(("shape", "checkpointing"), [((1, 2, 1, 2), "none"), ((2, 2, 1, 1), "full")])
-def test_a_forward_that_changes_its_way_stays_exact(pool: RankPool, shape: Shape, checkpointing: str) -> None:
+def test_a_changing_order_of_blocks_is_exact(pool: RankPool, shape: Shape, checkpointing: str) -> None:
     orders: list[tuple[int, ...]] = [
         (0, 1, 2),
         (0, 1, 2),
@@ -112,7 +112,7 @@ def test_a_forward_that_changes_its_way_stays_exact(pool: RankPool, shape: Shape
         (0, 0, 1, 2, 1),
         (2, 1, 0),
     ]
-    pool.run(wander, 4, shape, orders, False, checkpointing)
+    pool.run(train_in_orders, 4, shape, orders, False, checkpointing)
 
 
 @pytest.mark.parametrize(
@@ -122,26 +122,26 @@ def test_a_forward_that_changes_its_way_stays_exact(pool: RankPool, shape: Shape
         ((0, 1, 2), (2, 1, 0)),
     ],
 )
-def test_a_new_way_is_learnt(pool: RankPool, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+def test_a_new_order_is_recorded(pool: RankPool, before: tuple[int, ...], after: tuple[int, ...]) -> None:
     in_order = [f"blocks.{i}.{part}.weight" for i in after for part in ("up", "down")]
-    for uses in pool.run(wander, 2, NOTHING_ELSE_CUT, [before] * 2 + [after] * 4, False, "none"):
+    for uses in pool.run(train_in_orders, 2, ONLY_Z, [before] * 2 + [after] * 4, False, "none"):
         assert [name for name, _ in uses] == in_order
         for i, (_, gathers) in enumerate(uses):
-            ahead = min(i + WANDERING_PREFETCH, len(in_order))
+            ahead = min(i + PREFETCH, len(in_order))
             assert gathers[: len(in_order)] == in_order[:ahead]
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1, 2), (2, 2, 1, 1)])
-def test_a_weight_tied_across_blocks_stays_one_and_exact(pool: RankPool, shape: Shape) -> None:
-    pool.run(wander, 4, shape, [(0, 1, 2), (0, 1, 2), (2, 0, 1), (0, 1)], True, "none")
+def test_a_weight_tied_across_blocks_is_exact(pool: RankPool, shape: Shape) -> None:
+    pool.run(train_in_orders, 4, shape, [(0, 1, 2), (0, 1, 2), (2, 0, 1), (0, 1)], True, "none")
 
 
-# -- modules that do not fit the picture ----------------------------------------------------------------------------------
+# -- unusual modules ----------------------------------------------------------------------------------
 
 
 @dataclass
 class Box:
-    """An output that hides its tensor from whoever looks for tensors."""
+    """An output in which hooks do not find the tensor."""
 
     inside: Tensor
 
@@ -173,7 +173,7 @@ class Odd(nn.Module):
 
 
 def train_an_odd_model(lookup_first: bool) -> int:
-    grid = Grid.create(NOTHING_ELSE_CUT)
+    grid = Grid.create(ONLY_Z)
     torch.manual_seed(0)
     stock, ids, x = Odd(lookup_first), torch.randint(64, (4, 5)), torch.randn(4, 5, 32)
     model = copy.deepcopy(stock)
@@ -189,5 +189,5 @@ def train_an_odd_model(lookup_first: bool) -> int:
 
 
 @pytest.mark.parametrize("lookup_first", [True, False])
-def test_weights_that_no_hook_asks_for_again_stay_until_backward(pool: RankPool, lookup_first: bool) -> None:
+def test_weights_without_a_backward_hook_stay_until_backward(pool: RankPool, lookup_first: bool) -> None:
     assert pool.run(train_an_odd_model, 2, lookup_first) == [0, 0]

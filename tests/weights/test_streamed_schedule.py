@@ -17,7 +17,7 @@ from fourfold.mesh.collectives import InFlightCollective, Pending
 from tests.models import (
     build,
 )
-from tests.streamed import NOTHING_ELSE_CUT, PLENTY, Pair, Shape, gathered, overlap, train
+from tests.streamed import ONLY_Z, PLENTY, Pair, Shape, gathered, overlap, train
 
 # -- gathers ------------------------------------------------------------------------------------------------------------
 
@@ -32,13 +32,13 @@ LOOKUP = IN_ORDER[0]
 
 
 def watch_uses(pair: Pair, see: Callable[[str], None]) -> Callable[[], None]:
-    """Call ``see`` with a weight's name before its module runs, and when the gradient of its output is there."""
+    """Call ``see`` with a weight's name before its module runs, and when the gradient of its output is complete."""
 
     def before(module: nn.Module, args: Any, name: str) -> None:
         see(name)
 
     def after(module: nn.Module, args: Any, output: Tensor, name: str) -> None:
-        if name != LOOKUP and torch._C._current_graph_task_id() == -1:  # not in a second forward
+        if name != LOOKUP and torch._C._current_graph_task_id() == -1:  # not in a recomputed forward
             output.register_hook(lambda _: see(name))
 
     hooks = []
@@ -54,10 +54,10 @@ def is_large_gather(flight: InFlightCollective) -> bool:
 
 
 def watch_gathers(prefetch: int, checkpointing: Any) -> dict[str, Any]:
-    """Uses in the third step, each with how many gathers had started by then; forward, and what is behind it."""
+    """The uses of weights in the third step, in forward and in backward, each with the number of gathers started before."""
     pair = Pair(
         build("llama"),
-        Grid.create(NOTHING_ELSE_CUT),
+        Grid.create(ONLY_Z),
         overlap(prefetch=prefetch),
         activation_checkpointing=checkpointing,
     )
@@ -74,9 +74,7 @@ def watch_gathers(prefetch: int, checkpointing: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
-def test_so_many_gathers_are_ahead_of_use_and_in_its_order(
-    pool: RankPool, prefetch: int, checkpointing: str
-) -> None:
+def test_gathers_are_ahead_of_use_and_in_its_order(pool: RankPool, prefetch: int, checkpointing: str) -> None:
     for seen in pool.run(watch_gathers, 2, prefetch, checkpointing):
         gathers: list[InFlightCollective] = seen["gathers"]
         names = [flight.module for flight in gathers]
@@ -84,7 +82,7 @@ def test_so_many_gathers_are_ahead_of_use_and_in_its_order(
         assert [name for name, _, _ in seen["forward"]] == IN_ORDER
         assert names[:forward] == IN_ORDER
         for i, (_, started, at_ns) in enumerate(seen["forward"]):
-            # Those before it and so many more; where backward is next, what it needs first is still there.
+            # Those before it and `prefetch` more; at the end of forward, what backward needs first is still gathered.
             if i + prefetch <= forward:
                 assert started == i + prefetch
             assert started >= min(i + prefetch, forward)
@@ -95,7 +93,7 @@ def test_so_many_gathers_are_ahead_of_use_and_in_its_order(
             if not prefetch:
                 assert gathers[i].issued_ns >= at_ns
 
-        # A weight is gathered once for the second forward and backward together.
+        # A weight is gathered once for the recomputed forward and backward together.
         uses: dict[str, int] = {}
         for name, started, _ in seen["backward"]:
             uses.setdefault(name, started)
@@ -115,10 +113,10 @@ HEAD_BYTES, MLP_BYTES = 130 * ROW_BYTES, 64 * ROW_BYTES
 
 
 def keep(keep_bytes: int, prefetch: int, checkpointing: Any) -> tuple[dict[str, int], Counter[str]]:
-    """What is there between forward and backward, and how often a weight was gathered, in the third step."""
+    """What is gathered between forward and backward, and how often each weight was gathered, in the third step."""
     pair = Pair(
         build("llama", vocab_size=130),
-        Grid.create(NOTHING_ELSE_CUT),
+        Grid.create(ONLY_Z),
         overlap(keep_bytes=keep_bytes, prefetch=prefetch),
         vocabulary=130,
         activation_checkpointing=checkpointing,
@@ -150,7 +148,7 @@ def keep(keep_bytes: int, prefetch: int, checkpointing: Any) -> tuple[dict[str, 
         (PLENTY, 4, len(IN_ORDER)),
     ],
 )
-def test_the_last_weights_of_forward_wait_for_backward_within_the_budget(
+def test_the_last_weights_of_forward_are_kept_within_the_budget(
     pool: RankPool, keep_bytes: int, prefetch: int, count: int, checkpointing: str
 ) -> None:
     expected = set(IN_ORDER[len(IN_ORDER) - count :])
@@ -170,19 +168,19 @@ def is_large_gradient(flight: InFlightCollective) -> bool:
     return flight.purpose == "gradient" and flight.module in IN_ORDER
 
 
-def go_on_without_the_other() -> tuple[int, int]:
-    """Rank 1 begins its backward only when rank 0 is at the end of its own."""
-    grid = Grid.create(NOTHING_ELSE_CUT)
+def backward_before_the_other() -> tuple[int, int]:
+    """Rank 1 starts its backward only when rank 0 is at the end of its own."""
+    grid = Grid.create(ONLY_Z)
     pair = Pair(build("llama"), grid, overlap(keep_bytes=PLENTY, in_flight_bytes=PLENTY))
     train(pair, 2)
     rank, word = dist.get_rank(), torch.zeros(1)
-    flying: list[int] = []
+    in_flight: list[int] = []
     pair.zero_grad()
     with grid.collectives.recording() as flights:
 
         def at_the_end(_: Tensor) -> None:
-            gradients_on_their_way = [f for f in flights if is_large_gradient(f)]
-            flying.append(sum(not f.waits_ns for f in gradients_on_their_way))
+            gradients_sent = [f for f in flights if is_large_gradient(f)]
+            in_flight.append(sum(not f.waits_ns for f in gradients_sent))
             if rank == 0:
                 dist.send(word, dst=1)
 
@@ -195,12 +193,12 @@ def go_on_without_the_other() -> tuple[int, int]:
         hook.remove()
     pair.stock_loss().backward()
     pair.assert_gradients()
-    return flying[0], sum(map(is_large_gradient, flights))
+    return in_flight[0], sum(map(is_large_gradient, flights))
 
 
-def test_backward_goes_on_while_its_gradients_are_in_flight(pool: RankPool) -> None:
-    flying, sent = pool.run(go_on_without_the_other, 2, timeout_s=30)[0]
-    assert flying == sent - 1 == len(IN_ORDER) - 1
+def test_backward_continues_while_gradients_are_in_flight(pool: RankPool) -> None:
+    in_flight, sent = pool.run(backward_before_the_other, 2, timeout_s=30)[0]
+    assert in_flight == sent - 1 == len(IN_ORDER) - 1
 
 
 def gradient_flights(shape: Shape, options: dict[str, Any]) -> list[InFlightCollective]:
@@ -211,7 +209,9 @@ def gradient_flights(shape: Shape, options: dict[str, Any]) -> list[InFlightColl
     pair.zero_grad()
     rank = dist.get_rank()
     for layer in pair.model.get_submodule("model.layers").children():
-        layer.register_full_backward_hook(lambda *_: time.sleep(0.002 * rank))  # no rank keeps another's time
+        layer.register_full_backward_hook(
+            lambda *_: time.sleep(0.002 * rank)
+        )  # ranks run at different speeds
     loss = pair.loss()
     with grid.collectives.recording() as flights:
         loss.backward()
@@ -224,7 +224,7 @@ def is_waited_for_at_once(flights: list[InFlightCollective]) -> list[bool]:
     return [bool(a.waits_ns) and a.waits_ns[0][1] <= b.issued_ns for a, b in itertools.pairwise(flights)]
 
 
-def test_gradients_that_may_not_overlap_are_waited_for_at_once(pool: RankPool) -> None:
+def test_gradients_without_overlap_are_waited_for_at_once(pool: RankPool) -> None:
     for flights in pool.run(gradient_flights, 4, (2, 2, 1, 1), {"gradients": False}):
         sent = [f for f in flights if f.purpose == "gradient"]
         assert Counter(f.kind for f in sent) == {
@@ -237,12 +237,12 @@ def gradient_flights_on_a_slow_network(options: dict[str, Any]) -> list[InFlight
     """No collective is done before it is waited for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pending, "is_done", lambda self: False)
-        return gradient_flights(NOTHING_ELSE_CUT, options)
+        return gradient_flights(ONLY_Z, options)
 
 
 @pytest.mark.parametrize("in_flight_bytes", [0, 20_000, None])
-def test_no_more_bytes_wait_than_may(pool: RankPool, in_flight_bytes: int | None) -> None:
-    # Of two blocks, unless it is said: q and o, k and v, and the three of the MLP.
+def test_gradients_in_flight_stay_below_the_limit(pool: RankPool, in_flight_bytes: int | None) -> None:
+    # By default the size of two blocks: q and o, k and v, and the three matrices of the MLP.
     limit = 2 * (2 * 32 + 2 * 16 + 3 * 64) * ROW_BYTES if in_flight_bytes is None else in_flight_bytes
     for flights in pool.run(gradient_flights_on_a_slow_network, 2, {"in_flight_bytes": in_flight_bytes}):
         most = 0
@@ -253,7 +253,7 @@ def test_no_more_bytes_wait_than_may(pool: RankPool, in_flight_bytes: int | None
             total = sum(f.payload_bytes for f in waiting)
             assert total <= limit
             most = max(most, total)
-        # What may wait does, up to the largest gradient of a block.
+        # The limit is used, up to the largest gradient of a block.
         assert most > limit - MLP_BYTES
 
 
@@ -262,7 +262,7 @@ def block_of(flight: InFlightCollective) -> str:
     return parts[2] if parts[1] == "layers" else "none"
 
 
-def test_sums_over_data_follow_one_block_behind_in_the_same_order_on_all_ranks(pool: RankPool) -> None:
+def test_sums_over_data_start_one_block_later_in_the_same_order_on_all_ranks(pool: RankPool) -> None:
     ranks = pool.run(gradient_flights, 4, (2, 2, 1, 1), {})
     orders = [[(f.axis, f.kind, f.purpose, f.module, f.payload_bytes) for f in flights] for flights in ranks]
     assert all(order == orders[0] for order in orders)
@@ -273,9 +273,9 @@ def test_sums_over_data_follow_one_block_behind_in_the_same_order_on_all_ranks(p
     for block, following in (("1", "0"), ("0", "none")):
         of_block = [i for i, f in enumerate(sent) if f.axis == "z" and block_of(f) == block]
         sums = [i for i, f in enumerate(sent) if f.axis == "data" and block_of(f) == block]
-        behind = [
+        after = [
             i for i, f in enumerate(sent) if f.axis == "z" and block_of(f) == following and i > of_block[-1]
         ]
-        # Once the next block has a gradient, and before its second leaves.
+        # After the first gradient of the next block, and before its second one is sent.
         assert of_block[-1] < sums[0]
-        assert len(behind) < 2 or sums[-1] < behind[1]
+        assert len(after) < 2 or sums[-1] < after[1]
