@@ -10,6 +10,7 @@ from fourfold.train.observe.meter import Meter
 from fourfold.train.observe.metrics import JsonLines, TensorBoard
 from fourfold.train.observe.profile import Profile
 from fourfold.train.observe.report import RunReport
+from fourfold.train.observe.trackers import MLflow, Prometheus, WeightsAndBiases
 from fourfold.train.resilience.bad_steps import BadSteps
 from fourfold.train.resilience.hang import HangDetector
 from fourfold.train.resilience.replica_check import ReplicaConsistencyCheck
@@ -20,31 +21,24 @@ def callbacks_of(run: RunConfig) -> list[Callback]:
     """Callbacks that measure come before those that show metrics: the evaluation, the meter, then the others."""
     logging, reliability = run.logging, run.reliability
     callbacks: list[Callback] = [
-        HangDetector(reliability.timeout_s, reliability.first_step_timeout_s, logging.folder / "hang"),
-        *(
-            [BadSteps(reliability.spike_sigmas, reliability.roll_back_after)]
-            if reliability.skip_bad_steps
-            else []
-        ),
+        HangDetector(reliability.timeout_s, reliability.first_step_timeout_s, logging.folder / "hang")
+    ]
+    if reliability.skip_bad_steps:
+        callbacks.append(BadSteps(reliability.spike_sigmas, reliability.roll_back_after))
+    callbacks += [
         ReplicaConsistencyCheck(reliability.check_every_steps),
         Stragglers(max(1, reliability.check_every_steps // 2), reliability.straggler_factor),
         Evaluation(run.evaluation.sequences, run.evaluation.every_steps),
         Meter(),
+        JsonLines(logging.folder),
     ]
-    callbacks.append(JsonLines(logging.folder))
     if logging.tensorboard:
         callbacks.append(TensorBoard(logging.folder))
     if logging.wandb_project is not None:
-        from fourfold.train.observe.trackers import WeightsAndBiases
-
         callbacks.append(WeightsAndBiases(logging.wandb_project, logging.folder))
     if logging.mlflow_uri is not None:
-        from fourfold.train.observe.trackers import MLflow
-
         callbacks.append(MLflow(logging.mlflow_uri, logging.folder))
     if logging.prometheus_port is not None:
-        from fourfold.train.observe.prometheus import Prometheus
-
         callbacks.append(Prometheus(logging.prometheus_port, logging.prometheus_address))
     if logging.profile_steps is not None:
         callbacks.append(Profile(logging.folder / "traces", *steps_of(logging.profile_steps)))

@@ -17,7 +17,7 @@ from fourfold.mesh.rendezvous import join_world, keep_ranks
 from fourfold.train.auto_layout import resume_or_choose_layout
 from fourfold.train.callbacks import callbacks_of
 from fourfold.train.loop.trainer import Callback, Trainer
-from fourfold.train.recovery.stop import StopRequest
+from fourfold.train.recovery.stop import StopRequest, handling
 from fourfold.train.resilience.hang import LostRanks
 from fourfold.train.resilience.idle import tell_idle, wait_idle
 
@@ -50,7 +50,7 @@ def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
         checkpoints = stack.enter_context(Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep))
         stop = StopRequest(run.reliability.first_step_timeout_s)
         try:
-            with stop.listening():
+            with handling(stop.request):
                 trainer.train(checkpoints, stop)
         except LostRanks as lost:
             if is_ours:

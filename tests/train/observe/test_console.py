@@ -12,8 +12,7 @@ from benchmarks.ranks import RankPool
 from fourfold import Grid
 from fourfold.config.schema import RunConfig
 from fourfold.train.loop.trainer import Trainer
-from fourfold.train.observe.columns import columns_of, columns_that_fit, log_line
-from fourfold.train.observe.console import ConsoleLogger
+from fourfold.train.observe.console import ConsoleLogger, columns_of, columns_that_fit, log_line
 from fourfold.train.observe.meter import Meter
 from fourfold.train.observe.metrics import read_metrics
 from tests.training import on, write_run

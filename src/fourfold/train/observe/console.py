@@ -7,7 +7,8 @@ import math
 import sys
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,11 +16,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.mesh.axes import AXES
-from fourfold.train.loop.trainer import Callback, StepResult, Trainer
-from fourfold.train.observe.columns import Column, columns_of, columns_that_fit, duration, log_line
-from fourfold.train.observe.meter import is_logged
-from fourfold.train.observe.metrics import step_metrics
+from fourfold.mesh.axes import AXES, Axis
+from fourfold.planner.show.tables import seconds
+from fourfold.train.loop.trainer import Trainer
+from fourfold.train.observe.metrics import MetricsLogger
 from fourfold.train.observe.run_metadata import describe_run
 
 _ROWS = 10  # of earlier steps, evenly spaced; the newest step comes below them
@@ -27,7 +27,7 @@ _RECENT = 50  # logged steps that the time left is estimated from
 _SHARE = 0.005  # of the run's time that drawing may take
 
 
-class ConsoleLogger(Callback):
+class ConsoleLogger(MetricsLogger):
     """Writes to the standard output of rank 0."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -38,48 +38,37 @@ class ConsoleLogger(Callback):
         self._last: dict[str, float] = {}
         self._screen: _Screen | None = None
 
-    def on_start(self, trainer: Trainer) -> None:
-        if not trainer.is_first:
-            return
+    def open(self, trainer: Trainer) -> None:
         self._start_s, self._first_step = time.perf_counter(), trainer.step
         self._pace.append((self._start_s, trainer.step))
         self._print(describe_run(trainer))
         for note in trainer.report.notes:  # such as an option without effect, or an unused weight
             self._print(f"  {note}")
         if trainer.step:
-            self._print(
-                f"resumed from step {trainer.step} of {trainer.run.schedule.steps}{_previous_grid(trainer)}"
-            )
+            steps = trainer.run.schedule.steps
+            self._print(f"resumed from step {trainer.step} of {steps}{_previous_grid(trainer)}")
         if self._console.is_terminal:
             self._screen = _Screen(self._console, trainer)
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if not trainer.is_first or not is_logged(trainer, result.step):
-            return
-        metrics = step_metrics(result)
+    def write(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         self._last |= metrics
-        self._pace.append((time.perf_counter(), result.step))
-        left_s = self._left_s(trainer)
+        self._pace.append((time.perf_counter(), step))
+        (before_s, before), (now_s, now) = self._pace[0], self._pace[-1]
+        steps = trainer.run.schedule.steps
+        left_s = (steps - now) * (now_s - before_s) / max(1, now - before)
         if self._screen is not None:
             self._screen.add(metrics, left_s)
         else:
-            self._print(log_line(metrics, trainer.run.schedule.steps, left_s))
+            self._print(log_line(metrics, steps, left_s))
 
-    def _left_s(self, trainer: Trainer) -> float:
-        (before_s, before), (now_s, now) = self._pace[0], self._pace[-1]
-        return (trainer.run.schedule.steps - now) * (now_s - before_s) / max(1, now - before)
-
-    def on_end(self, trainer: Trainer) -> None:
-        if not trainer.is_first:
-            return
+    def close(self, trainer: Trainer) -> None:
         if self._screen is not None:
             self._screen.close()
-        words = [
-            f"{trainer.step - self._first_step} steps in {duration(time.perf_counter() - self._start_s)}"
-        ]
-        for name, word in (("loss", "loss"), ("validation_loss", "validation loss")):
+        spent = duration(time.perf_counter() - self._start_s)
+        words = [f"{trainer.step - self._first_step} steps in {spent}"]
+        for name in ("loss", "validation_loss"):
             if name in self._last:
-                words.append(f"{word} {self._last[name]:.4f}")
+                words.append(f"{name.replace('_', ' ')} {self._last[name]:.4f}")
         self._print(f"{'done' if trainer.is_done else f'stopped at step {trainer.step}'}: {', '.join(words)}")
 
     def _print(self, text: str) -> None:
@@ -88,6 +77,105 @@ class ConsoleLogger(Callback):
         else:
             # Not through rich: it would wrap lines in a file, and take as long as everything else together.
             print(text, file=self._console.file, flush=True)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric in the table. On a narrow terminal the columns with the highest ``drop_order`` are dropped first; 0: never."""
+
+    heading: str
+    name: str
+    width: int
+    format: Callable[[dict[str, float]], str]
+    drop_order: int = 0
+
+    def text(self, metrics: dict[str, float]) -> str:
+        return self.format(metrics) if self.name in metrics else ""
+
+
+def columns_of(trainer: Trainer) -> list[Column]:
+    """The columns for this run."""
+    columns = [
+        Column("step", "step", len(f"{trainer.run.schedule.steps:,}") + 2, lambda f: f"{f['step']:,.0f}"),
+        Column("loss", "loss", 7, lambda f: f"{f['loss']:.4f}"),
+        Column("validation", "validation_loss", 10, lambda f: f"{f['validation_loss']:.4f}"),
+        Column("tokens/s", "tokens_per_s", 9, lambda f: f"{f['tokens_per_s']:,.0f}"),
+        Column("a step", "seconds", 8, lambda f: seconds(f["seconds"]), drop_order=3),
+        Column("MFU", "mfu", 6, lambda f: f"{f['mfu']:.1%}"),
+        Column("rate", "learning_rate", 8, lambda f: f"{f['learning_rate']:.2e}", drop_order=5),
+        Column("norm", "gradient_norm", 7, lambda f: f"{f['gradient_norm']:.3f}", drop_order=4),
+        Column("memory", "memory_bytes", 9, lambda f: f"{f['memory_bytes'] / 2**30:.2f} GiB", drop_order=6),
+    ]
+    if trainer.grid.device.type != "cuda":
+        columns = [column for column in columns if column.name != "mfu"]
+    for axis in reversed(AXES):
+        if trainer.grid.size(axis) > 1:
+            columns.append(Column(f"exposed {axis}", f"exposed_{axis}_s", 14, _exposed(axis), drop_order=2))
+    return columns
+
+
+def _exposed(axis: Axis) -> Callable[[dict[str, float]], str]:
+    name = f"exposed_{axis}_s"
+    return lambda f: f"{seconds(f[name])} {f[name] / f['seconds']:4.0%}"
+
+
+def columns_that_fit(columns: Sequence[Column], width: int) -> list[Column]:
+    """Drop columns until the rest fits."""
+    kept = list(columns)
+    while sum(column.width + 2 for column in kept) > width:
+        first = max(kept, key=lambda column: column.drop_order)
+        if first.drop_order == 0:
+            break
+        kept.remove(first)
+    return kept
+
+
+_LOGGED = {
+    "loss": "loss {:7.4f}",
+    "learning_rate": "lr {:.3e}",
+    "gradient_norm": "norm {:8.4f}",
+    "tokens_per_s": "tokens/s {:9,.0f}",
+    "seconds": "seconds {:.4f}",
+    "mfu": "mfu {:6.1%}",
+    "memory_gib": "memory {:6.2f} GiB",
+}
+
+
+def log_line(metrics: dict[str, float], steps: int, left_s: float) -> str:
+    """All metrics in one line, each after its name and in a fixed column.
+
+    Example:
+        >>> log_line({"step": 7, "loss": 2.5, "seconds": 0.5, "tokens_per_s": 128, "exposed_x_s": 0.05}, 100, 47)
+        'step   7/100  loss  2.5000  tokens/s       128  seconds 0.5000  exposed x 0.0500 s  10.0%  left 47 s'
+    """
+    f = metrics
+    if "memory_bytes" in f:
+        f = f | {"memory_gib": f["memory_bytes"] / 2**30}
+    words = [f"step {f['step']:{len(str(steps))}.0f}/{steps}"]
+    words += [template.format(f[name]) for name, template in _LOGGED.items() if name in f]
+    for axis in reversed(AXES):
+        if (name := f"exposed_{axis}_s") in f:
+            words.append(f"exposed {axis} {f[name]:.4f} s {f[name] / f['seconds']:6.1%}")
+    words.append(f"left {duration(left_s)}")
+    if "validation_loss" in f:
+        words.append(f"validation {f['validation_loss']:.4f}")
+    return "  ".join(words)
+
+
+def duration(span_s: float) -> str:
+    """
+    Example:
+        >>> [duration(s) for s in (4.2, 75, 3720, 200_000)]
+        ['4 s', '1 min 15 s', '1 h 02 min', '2 d 7 h']
+    """
+    minutes, s = divmod(round(span_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {s:02} s" if minutes else f"{s} s"
 
 
 class _Screen:
@@ -134,32 +222,23 @@ class _Screen:
         table = Table.grid(padding=(0, 2, 0, 0))
         for column in columns:
             table.add_column(justify="right", no_wrap=True, min_width=column.width)
-        table.add_row(*(Text(column.heading, style="dim") for column in columns))
+        table.add_row(*(column.heading for column in columns), style="dim")
         for row in self._rows:
             if row["step"] != self._now["step"]:
-                table.add_row(*(_cell(column, row, "dim") for column in columns))
-        table.add_row(*(_cell(column, self._validation | self._now, "bold") for column in columns))
+                table.add_row(*(Text(column.text(row)) for column in columns), style="dim")
+        newest = self._validation | self._now
+        table.add_row(*(Text(column.text(newest)) for column in columns), style="bold")
         return table
 
     def _bar(self) -> RenderableType:
         done = int(self._now["step"])
-        left = "" if self._left_s is None else f"{duration(self._left_s)} left" if done < self._steps else ""
+        left = "" if self._left_s is None or done == self._steps else f"{duration(self._left_s)} left"
         words = f"  {done:,} of {self._steps:,}   {done / self._steps:.0%}   {left}"
-        bar: Any = ProgressBar(
-            self._steps,
-            done,
-            width=max(10, min(60, self._console.width - len(words) - 2)),
-            style="grey23",
-            complete_style="cyan",
-            finished_style="cyan",
-        )
+        width = max(10, min(60, self._console.width - len(words) - 2))
+        styles = {"style": "grey23", "complete_style": "cyan", "finished_style": "cyan"}
         line = Table.grid()
-        line.add_row(bar, Text(words))
+        line.add_row(ProgressBar(self._steps, done, width=width, **styles), Text(words))
         return line
-
-
-def _cell(column: Column, row: dict[str, float], style: str) -> Text:
-    return Text(column.text(row), style=style)
 
 
 def _round_up(steps: float) -> int:

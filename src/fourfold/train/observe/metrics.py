@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,77 +37,100 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     return [metrics for line in path.read_bytes().splitlines() if (metrics := _parse(line)) is not None]
 
 
-class JsonLines(Callback):
+class MetricsLogger(Callback):
+    """Logs the metrics of logged steps, on rank 0: override `open`, `write` and `close`."""
+
+    is_open = False
+
+    def open(self, trainer: Trainer) -> None: ...
+
+    def write(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None: ...
+
+    def close(self, trainer: Trainer) -> None: ...
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.is_first:
+            self.open(trainer)
+            self.is_open = True
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if self.is_open and is_logged(trainer, result.step):
+            self.write(trainer, result.step, step_metrics(result))
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.close(trainer)
+
+
+class JsonLines(MetricsLogger):
     """``metrics.jsonl``. A resumed run continues after the step that it resumes from.
 
     A new run, from step 0, renames the file of another run to ``metrics.1.jsonl`` and so on.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file: IO[bytes] | None = None
+        self._path = folder / METRICS
+        self._file: IO[bytes]
 
-    def on_start(self, trainer: Trainer) -> None:
-        if not trainer.is_first:
-            return
-        path = self._folder / METRICS
-        if path.exists() and path.stat().st_size:
-            if trainer.step == 0:
-                path.rename(_free_name(self._folder))
-            else:
-                self._drop_undone(trainer)
-        self._file = files.open_append(path)
+    def open(self, trainer: Trainer) -> None:
+        if trainer.step == 0 and self._path.exists() and self._path.stat().st_size:
+            names = (self._path.with_name(f"metrics.{number}.jsonl") for number in count(1))
+            self._path.rename(next(name for name in names if not name.exists()))
+        self._open_after(trainer.step)
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self._file is not None and is_logged(trainer, result.step):
-            self._file.write(_line(step_metrics(result)))
+    def _open_after(self, step: int) -> None:
+        """Drop the lines of steps after ``step``, which were not saved: they are repeated."""
+        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
+        if lines:
+            kept = [line for line in lines if (metrics := _parse(line)) and metrics["step"] <= step]
+            files.write_atomically(self._path, b"".join(line + b"\n" for line in kept))
+        self._file = files.open_append(self._path)
+
+    def write(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        # JSON has neither nan nor inf.
+        values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
+        self._file.write(json.dumps(values).encode() + b"\n")
 
     def on_rollback(self, trainer: Trainer) -> None:
-        if self._file is not None:
+        if self.is_open:
             self._file.close()
-            self._drop_undone(trainer)
-            self._file = files.open_append(self._folder / METRICS)
+            self._open_after(trainer.step)
 
-    def _drop_undone(self, trainer: Trainer) -> None:
-        """Drop the lines of steps that were not saved: they are repeated."""
-        path = self._folder / METRICS
-        lines = path.read_bytes().splitlines()
-        kept = [line for line in lines if (metrics := _parse(line)) and metrics["step"] <= trainer.step]
-        files.write_atomically(path, b"".join(line + b"\n" for line in kept))
-
-    def on_end(self, trainer: Trainer) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def close(self, trainer: Trainer) -> None:
+        self._file.close()
 
 
-class TensorBoard(Callback):
+class TensorBoard(MetricsLogger):
     """TensorBoard's event files, by PyTorch's own writer."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: Any = None
 
-    def on_start(self, trainer: Trainer) -> None:
-        if trainer.is_first:
-            from torch.utils.tensorboard import SummaryWriter
+    def open(self, trainer: Trainer) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self._folder, purge_step=trainer.step + 1)
+        self._writer = SummaryWriter(self._folder, purge_step=trainer.step + 1)
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self._writer is not None and is_logged(trainer, result.step):
-            from tensorboard.compat.proto.summary_pb2 import Summary
+    def write(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-            # One event for all metrics: `add_scalar` would write one for each, and take ten times as long.
-            values = [
-                Summary.Value(tag=n, simple_value=v) for n, v in with_groups(step_metrics(result)).items()
-            ]
-            self._writer.file_writer.add_summary(Summary(value=values), result.step)
+        # One event for all metrics: `add_scalar` would write one for each, and take ten times as long.
+        values = [Summary.Value(tag=name, simple_value=v) for name, v in with_groups(metrics).items()]
+        self._writer.file_writer.add_summary(Summary(value=values), step)
 
-    def on_end(self, trainer: Trainer) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def close(self, trainer: Trainer) -> None:
+        self._writer.close()
+
+
+_NO_CURVES = ("step", "steps", "time")
+_GROUPS = {
+    "train": ("loss", "gradient_norm", "learning_rate", "tokens"),
+    "validation": ("validation_loss",),
+    "speed": ("seconds", "tokens_per_s", "mfu"),
+    "memory": ("memory_bytes",),
+}
 
 
 def with_groups(metrics: dict[str, float]) -> dict[str, float]:
@@ -120,24 +143,9 @@ def with_groups(metrics: dict[str, float]) -> dict[str, float]:
     return {f"{_group(name)}/{name}": value for name, value in metrics.items() if name not in _NO_CURVES}
 
 
-_NO_CURVES = ("step", "steps", "time")
-_GROUPS = {
-    "train": ("loss", "gradient_norm", "learning_rate", "tokens"),
-    "validation": ("validation_loss",),
-    "speed": ("seconds", "tokens_per_s", "mfu"),
-    "memory": ("memory_bytes",),
-}
-
-
 def _group(name: str) -> str:
     found = next((group for group, names in _GROUPS.items() if name in names), None)
     return found or ("time" if name.endswith("_s") else "other")
-
-
-def _line(metrics: dict[str, float]) -> bytes:
-    # JSON has neither nan nor inf.
-    values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
-    return json.dumps(values).encode() + b"\n"
 
 
 def _parse(line: bytes) -> dict[str, float] | None:
@@ -146,8 +154,3 @@ def _parse(line: bytes) -> dict[str, float] | None:
         return {name: float(value) for name, value in values.items()} if "step" in values else None
     except (ValueError, TypeError, AttributeError):
         return None
-
-
-def _free_name(folder: Path) -> Path:
-    names: Iterable[Path] = (folder / f"metrics.{number}.jsonl" for number in range(1, 1_000_000))
-    return next(name for name in names if not name.exists())

@@ -24,7 +24,7 @@ from fourfold.planner.show.charts import (
 )
 from fourfold.planner.show.compare import Comparison, in_words
 from fourfold.planner.show.tables import seconds, signed
-from fourfold.train.observe.columns import duration
+from fourfold.train.observe.console import duration
 from fourfold.train.observe.run_metadata import amount
 
 _BLUE, _ORANGE, _TEAL, _PURPLE = "#4c78a8", "#f58518", "#54a24b", "#b279a2"

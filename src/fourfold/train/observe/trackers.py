@@ -1,4 +1,4 @@
-"""Experiment trackers: Weights & Biases, MLflow. Each is an extra, imported if it is configured.
+"""Weights & Biases, MLflow and Prometheus. Each is an extra, imported if it is configured.
 
 The tracker's id of a run is kept in ``trackers.json`` next to the metrics, so that a resumed run continues under the same id.
 """
@@ -14,15 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import files
-from fourfold.train.loop.trainer import Callback, StepResult, Trainer
-from fourfold.train.observe.meter import is_logged
-from fourfold.train.observe.metrics import step_metrics, with_groups
+from fourfold.mesh.axes import AXES
+from fourfold.train.loop.trainer import Trainer
+from fourfold.train.observe.metrics import MetricsLogger, with_groups
 from fourfold.train.observe.run_metadata import run_metadata
 
 _IDS = "trackers.json"
+# Name, description, and the metric of a step. Base units, as Prometheus recommends.
+_GAUGES = (
+    ("fourfold_step", "Steps done.", "step"),
+    ("fourfold_loss", "Loss of the last step.", "loss"),
+    ("fourfold_validation_loss", "Loss on text that is not trained on.", "validation_loss"),
+    ("fourfold_learning_rate", "Learning rate of the last step.", "learning_rate"),
+    ("fourfold_gradient_norm", "Norm of the gradients before clipping.", "gradient_norm"),
+    ("fourfold_step_seconds", "Seconds of a step.", "seconds"),
+    ("fourfold_tokens_per_second", "Tokens per second, over all ranks.", "tokens_per_s"),
+    ("fourfold_tokens", "Tokens trained on.", "tokens"),
+    ("fourfold_memory_bytes", "Memory of rank 0: peak allocated (CUDA), resident (CPU).", "memory_bytes"),
+    ("fourfold_mfu_ratio", "Model FLOPs relative to the data sheet.", "mfu"),
+    ("fourfold_data_wait_seconds", "Seconds of a step that waited for its batch.", "data_wait_s"),
+    ("fourfold_last_step_timestamp_seconds", "When the last step was logged.", "time"),
+)
 
 
-class WeightsAndBiases(Callback):
+class WeightsAndBiases(MetricsLogger):
     """Logs to a project; with WANDB_MODE=offline to the folder, for ``wandb sync`` later."""
 
     def __init__(self, project: str, folder: Path) -> None:
@@ -30,9 +45,7 @@ class WeightsAndBiases(Callback):
         self._project, self._folder = project, folder
         self._run: Any = None
 
-    def on_start(self, trainer: Trainer) -> None:
-        if not trainer.is_first:
-            return
+    def open(self, trainer: Trainer) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         known = _known_id(self._folder, "wandb") if trainer.step else None
         self._run = import_module("wandb").init(
@@ -44,17 +57,14 @@ class WeightsAndBiases(Callback):
         )
         _keep_id(self._folder, "wandb", self._run.id)
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self._run is not None and is_logged(trainer, result.step):
-            self._run.log(with_groups(step_metrics(result)), step=result.step)
+    def write(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(with_groups(metrics), step=step)
 
-    def on_end(self, trainer: Trainer) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+    def close(self, trainer: Trainer) -> None:
+        self._run.finish()
 
 
-class MLflow(Callback):
+class MLflow(MetricsLogger):
     """Logs to a tracking URI: http://..., a database or a folder. A thread of MLflow's sends the metrics."""
 
     def __init__(self, uri: str, folder: Path, experiment: str = "fourfold") -> None:
@@ -65,16 +75,14 @@ class MLflow(Callback):
         self._run_id = ""
         self._last: Any = None
 
-    def on_start(self, trainer: Trainer) -> None:
-        if not trainer.is_first:
-            return
+    def open(self, trainer: Trainer) -> None:
         self._mlflow = import_module("mlflow")
         try:
-            self._open(trainer)
+            self._open_run(trainer)
         except self._mlflow.MlflowException as error:
             raise ValueError(f"logging.mlflow_uri={self._uri}: MLflow rejects it: {error}") from None
 
-    def _open(self, trainer: Trainer) -> None:
+    def _open_run(self, trainer: Trainer) -> None:
         self._client = self._mlflow.MlflowClient(tracking_uri=self._uri)
         known = _known_id(self._folder, "mlflow") if trainer.step else None
         if known is None:
@@ -88,22 +96,59 @@ class MLflow(Callback):
         self._run_id = known
         _keep_id(self._folder, "mlflow", known)
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self._client is None or not is_logged(trainer, result.step):
-            return
-        metric = self._mlflow.entities.Metric
-        now_ms = round(time.time() * 1e3)
+    def write(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        metric, now_ms = self._mlflow.entities.Metric, round(time.time() * 1e3)
         # Some of its stores reject NaN and Inf.
-        finite = {name: v for name, v in with_groups(step_metrics(result)).items() if math.isfinite(v)}
-        metrics = [metric(name, value, now_ms, result.step) for name, value in finite.items()]
-        self._last = self._client.log_batch(self._run_id, metrics=metrics, synchronous=False)
+        finite = {name: value for name, value in with_groups(metrics).items() if math.isfinite(value)}
+        batch = [metric(name, value, now_ms, step) for name, value in finite.items()]
+        self._last = self._client.log_batch(self._run_id, metrics=batch, synchronous=False)
 
-    def on_end(self, trainer: Trainer) -> None:
-        if self._client is not None:
-            if self._last is not None:
-                self._last.wait()  # they are sent in order
-            self._client.set_terminated(self._run_id)
-            self._client = None
+    def close(self, trainer: Trainer) -> None:
+        if self._last is not None:
+            self._last.wait()  # they are sent in order
+        self._client.set_terminated(self._run_id)
+
+
+class Prometheus(MetricsLogger):
+    """Serves the newest metrics at ``http://ADDRESS:PORT/metrics``; on the local machine only, unless an address is given."""
+
+    def __init__(self, port: int, address: str = "127.0.0.1") -> None:
+        check_installed("prometheus_client", "prometheus", "logging.prometheus_port")
+        self._port, self._address = port, address
+        self._gauges: dict[str, Any] = {}
+        self._server: Any = None
+
+    def open(self, trainer: Trainer) -> None:
+        lib = import_module("prometheus_client")
+        registry = lib.CollectorRegistry()  # not the process's default, which others may serve
+        self._gauges = {metric: lib.Gauge(name, what, registry=registry) for name, what, metric in _GAUGES}
+        exposed = lib.Gauge(
+            "fourfold_exposed_seconds",
+            "Seconds of a step that rank 0 waited for an axis.",
+            ["axis"],
+            registry=registry,
+        )
+        for axis in AXES:
+            if trainer.grid.size(axis) > 1:
+                self._gauges[f"exposed_{axis}_s"] = exposed.labels(axis)
+        steps = lib.Gauge("fourfold_steps_planned", "Steps of the whole run.", registry=registry)
+        steps.set(trainer.run.schedule.steps)
+        try:
+            self._server, _ = lib.start_http_server(self._port, self._address, registry)
+        except OSError as error:
+            raise ValueError(
+                f"logging.prometheus_port={self._port} cannot be served at {self._address}: {error.strerror}; "
+                "use another port, or another logging.prometheus_address"
+            ) from None
+
+    def write(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            if name in self._gauges:
+                self._gauges[name].set(value)
+
+    def close(self, trainer: Trainer) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 def check_installed(module: str, extra: str, option: str) -> None:

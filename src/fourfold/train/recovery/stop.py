@@ -22,6 +22,20 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 AGAIN_S = 5.0
 
 
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle the signals that request a stop; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 class StopRequest:
     """Construct it on all ranks, and call `agreed` after each step."""
 
@@ -38,19 +52,6 @@ class StopRequest:
             raise KeyboardInterrupt
         if self._requested_s is None:
             self._requested_s = now_s
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Treat signals as requests; only the main thread can handle signals."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.request) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def agreed(self) -> bool:
         """Had any rank received a request at the previous call? The answer is the same on all ranks."""

@@ -5,13 +5,11 @@ Their hosts stay in the rendezvous, so that the next layout can use them.
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
-from types import FrameType
 from typing import Any
 
-from fourfold.train.recovery.stop import SIGNALS
+from fourfold.train.recovery.stop import handling
 
 POLL_S = 1.0
 _ENDED = "ended"
@@ -24,22 +22,10 @@ def tell_idle(store: Any, is_done: bool) -> None:
 
 def wait_idle(store: Any, rank: int, used: int) -> bool:
     """Wait until the run ends; True if it has done all its steps. A request to stop ends this rank alone."""
-    print(
-        f"rank {rank} is idle: the layout uses {used} ranks",
-        file=sys.stderr,
-        flush=True,
-    )
-    asked = threading.Event()
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        asked.set()
-
-    before = {number: signal.signal(number, end) for number in SIGNALS}
-    try:
-        while not asked.wait(POLL_S):
+    print(f"rank {rank} is idle: the layout uses {used} ranks", file=sys.stderr, flush=True)
+    stop = threading.Event()
+    with handling(lambda signum, frame: stop.set()):
+        while not stop.wait(POLL_S):
             if store.check([_ENDED]):
                 return bool(store.get(_ENDED) == b"done")
-        return False
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return False

@@ -14,9 +14,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from fourfold.train.resilience.hang.status import CollectiveTracker, RankStatus
+from fourfold.train.loop.trainer import Callback, StepResult, Trainer
+from fourfold.train.resilience.hang.status import JSON, CollectiveTracker, RankStatus
 from fourfold.train.resilience.hang.summary import describe_status, find_missing, summarise
 
 HEARTBEAT_S = 0.25  # between two heartbeats of a rank,
@@ -36,6 +37,7 @@ QUIET_S = 0.2  # without another report: no more are expected
 POLL_S = 0.05
 EXIT_S = 0.4  # for the main thread to end by itself after the report
 REPORT_S = 5.0  # for the whole report
+BACKEND_LATER_S = 0.4  # than the monitor: the time at which the backend times out
 
 _monitors = 0  # created so far; all ranks create them in the same order
 
@@ -44,13 +46,7 @@ class Monitor:
     """Monitors one rank from `start` to `stop`."""
 
     def __init__(
-        self,
-        tracker: CollectiveTracker,
-        shape: tuple[int, ...],
-        folder: Path,
-        main: int,
-        *,
-        ends_process: bool,
+        self, tracker: CollectiveTracker, shape: Sequence[int], folder: Path, main: int, *, ends_process: bool
     ) -> None:
         global _monitors
         _monitors += 1
@@ -98,7 +94,9 @@ class Monitor:
     def _send_heartbeat(self) -> None:
         number = self._store.add(f"{self._prefix}/beats", 1)
         self._own_beats.append((number, time.monotonic()))
-        self._store.set(f"{self._prefix}/seen/{self._rank}", _dump(self._tracker.status(beat=number)))
+        self._store.set(
+            f"{self._prefix}/seen/{self._rank}", JSON.dump_json(self._tracker.status(beat=number))
+        )
 
     def _with_age(self, status: RankStatus) -> RankStatus:
         later_s = next((at_s for number, at_s in list(self._own_beats) if number > status.beat), None)
@@ -131,7 +129,7 @@ class Monitor:
     def _share(self, status: RankStatus) -> tuple[str | None, bool]:
         """The summary, if this rank waits for it; is it the first to report?"""
         number = self._store.add(f"{self._prefix}/reports", 1)
-        self._store.set(f"{self._prefix}/report/{number}", _dump(status))
+        self._store.set(f"{self._prefix}/report/{number}", JSON.dump_json(status))
         if number == 1:
             summary = self._summarise()
             self._store.set(f"{self._prefix}/summary", summary)
@@ -150,32 +148,94 @@ class Monitor:
 
     def _summarise(self) -> str:
         reports: dict[int, RankStatus] = {}
-        last_s = time.monotonic()
-        number = 0
+        last_s, number = time.monotonic(), 0
         # Until all ranks have reported, or none has for a while.
         while len(reports) < self._ranks and time.monotonic() - last_s < QUIET_S:
-            while self._store.check([f"{self._prefix}/report/{number + 1}"]):
-                number += 1
-                status = _load(self._store.get(f"{self._prefix}/report/{number}"))
+            while (status := self._read(f"report/{number + 1}")) is not None:
                 reports[status.rank] = status
-                last_s = time.monotonic()
+                last_s, number = time.monotonic(), number + 1
             time.sleep(POLL_S / 5)
-        heartbeats = {}
-        for rank in set(range(self._ranks)) - set(reports):
-            if self._store.check([f"{self._prefix}/seen/{rank}"]):
-                heartbeats[rank] = self._with_age(_load(self._store.get(f"{self._prefix}/seen/{rank}")))
+        silent = set(range(self._ranks)) - set(reports)
+        heartbeats = {r: self._with_age(s) for r in silent if (s := self._read(f"seen/{r}")) is not None}
         # A rank that is starved of CPU time is late with a heartbeat, and not dead.
         stale_s = max(2 * self._heartbeat_s, min(10.0, self.timeout_s / 2))
         return summarise(find_missing(reports, heartbeats, self._shape, stale_s=stale_s), reports)
+
+    def _read(self, key: str) -> RankStatus | None:
+        key = f"{self._prefix}/{key}"
+        return JSON.validate_json(self._store.get(key)) if self._store.check([key]) else None
 
     def _write(self, status: RankStatus) -> None:
         """Write the report of this rank, with its stack, and the flight recorder's trace."""
         frame = sys._current_frames().get(self._main)
         stack = traceback.format_stack(frame) if frame is not None else []
         self._folder.mkdir(parents=True, exist_ok=True)
-        body = json.dumps({**status.to_json(), "time": time.time(), "stack": stack}, indent=1)
+        body = json.dumps({**asdict(status), "time": time.time(), "stack": stack}, indent=1)
         (self._folder / f"rank-{self._rank}.json").write_text(body)
         (self._folder / f"rank-{self._rank}.flights.json").write_bytes(_dump_fr_trace_json())
+
+
+class LostRanks(RuntimeError):
+    """A collective did not finish: a rank is dead, stopped or behind. The message names it."""
+
+
+class HangDetector(Callback):
+    """``first_step_timeout_s`` bounds the first step, in which much is built; ``timeout_s`` those after it.
+
+    With ``ends_process`` a rank exits after its report, even if its main thread waits for something else.
+    """
+
+    def __init__(
+        self, timeout_s: float, first_step_timeout_s: float, folder: Path, *, ends_process: bool = True
+    ) -> None:
+        self._ends_process = ends_process
+        self._timeout_s, self._first_s, self._folder = timeout_s, max(timeout_s, first_step_timeout_s), folder
+        self._monitor: Monitor | None = None
+
+    @contextmanager
+    def around_run(self, trainer: Trainer) -> Iterator[None]:
+        if dist.get_world_size() == 1:  # no rank to wait for
+            yield
+            return
+        grid = trainer.grid
+        tracker = CollectiveTracker(
+            dist.get_rank(),
+            lambda: (trainer.step + 1, trainer.activity),
+            host_waits=grid.device.type != "cuda",
+        )
+        monitor = self._monitor = Monitor(
+            tracker, grid.shape, self._folder, threading.get_ident(), ends_process=self._ends_process
+        )
+        self._set_timeout(trainer, self._first_s)
+        grid.collectives.observers.append(tracker)
+        monitor.start()
+        try:
+            yield
+        except Exception as error:
+            summary = monitor.report(f"{type(error).__name__}: {error}")
+            if is_from_collective(error):
+                raise LostRanks(summary) from error
+            raise
+        finally:
+            monitor.stop()
+            grid.collectives.observers.remove(tracker)
+            self._monitor = None
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        if self._monitor is not None and self._monitor.timeout_s != self._timeout_s:
+            self._set_timeout(trainer, self._timeout_s)
+
+    def _set_timeout(self, trainer: Trainer, seconds: float) -> None:
+        assert self._monitor is not None
+        self._monitor.timeout_s = seconds
+        trainer.grid.set_timeout(seconds + BACKEND_LATER_S)
+
+
+def is_from_collective(error: BaseException) -> bool:
+    """Does the error come from the backend? Gloo raises plain RuntimeErrors that name its files (seen in torch 2.13.0)."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+    )
 
 
 def _attempt(work: Callable[[], Any]) -> Any:
@@ -187,11 +247,3 @@ def _attempt(work: Callable[[], Any]) -> Any:
 
 def _log(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def _dump(status: RankStatus) -> str:
-    return json.dumps(status.to_json())
-
-
-def _load(text: bytes) -> RankStatus:
-    return RankStatus.from_json(json.loads(text))

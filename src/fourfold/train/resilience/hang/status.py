@@ -8,9 +8,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from fourfold.mesh.axes import Axis
@@ -39,18 +39,11 @@ class RankStatus:
     counts: dict[str, int] = field(default_factory=dict)  # collectives started, by axis
     in_flight: tuple[InFlight, ...] = ()  # oldest first
     error: str = ""
-    beat: int = (
-        0  # number of the heartbeat that carries it; heartbeats of all ranks are numbered in one order
-    )
+    beat: int = 0  # number of the heartbeat that carries it, in one order for all ranks
     age_s: float = 0.0  # since it was sent, at least, by the clock of the rank that reads it
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> RankStatus:
-        flights = tuple(InFlight(**flight) for flight in values.pop("in_flight"))
-        return RankStatus(**values, in_flight=flights)
+JSON = TypeAdapter(RankStatus)
 
 
 class CollectiveTracker:
@@ -70,7 +63,8 @@ class CollectiveTracker:
         with self._lock:
             self._counts[flight.axis] += 1
             if flight.work is not None:
-                self._forget_finished()
+                while self._flights and self._is_finished(self._flights[0][1]):
+                    self._flights.popleft()
                 self._flights.append((self._counts[flight.axis], flight))
         self.progress_s = time.monotonic()
 
@@ -84,10 +78,6 @@ class CollectiveTracker:
         # It stays in flight: the status shows where this rank failed.
         if not self.error:
             self.error = f"{type(error).__name__}: {error}"
-
-    def _forget_finished(self) -> None:
-        while self._flights and self._is_finished(self._flights[0][1]):
-            self._flights.popleft()
 
     def _is_finished(self, flight: InFlightCollective) -> bool:
         """A failed collective is completed for the backend, but not here."""
