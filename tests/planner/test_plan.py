@@ -14,7 +14,7 @@ from fourfold.dry_run.events import Operation, Start
 from fourfold.planner import plan as planning
 from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.cost.compute import Kernels, memory_s, operation_s
-from fourfold.planner.dry_run_estimate import simulate_step
+from fourfold.planner.dry_run_estimate import Job, simulate_step
 from fourfold.planner.inputs.cluster import preset
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.predict import inner_ranks
@@ -166,7 +166,7 @@ def test_a_collective_lies_where_the_axes_inside_it_put_it(axis, inside, apart):
 
 
 def test_faster_links_shorten_a_simulated_step():
-    dry_run = estimate_by_dry_run(CONFIG, Layout(1, 2, 1, 2), 4, 32, "cuda")
+    dry_run = estimate_by_dry_run(Job(CONFIG, 4, 32, "cuda"), Layout(1, 2, 1, 2))
     slow = dataclasses.replace(
         CLUSTER, links=dataclasses.replace(CLUSTER.links, device_gbps=1.0, measured_gbps=())
     )
@@ -175,8 +175,8 @@ def test_faster_links_shorten_a_simulated_step():
 
 def test_dry_runs_in_processes_of_their_own_are_the_same():
     layouts = [Layout(1, 2, 1, 2), Layout(2, 1, 2, 1), Layout(1, 1, 1, 3)]
-    given = [(CONFIG, layout, 4, 32, "cuda", "bf16", None) for layout in layouts]
-    *apart, rejected = estimate_all(given)
+    job = Job(CONFIG, 4, 32, "cuda")
+    *apart, rejected = estimate_all(job, layouts)
     assert "x=3 does not divide num_attention_heads=4" in str(rejected)
-    for one, done in zip(given, apart, strict=False):
-        assert done.trace == estimate_by_dry_run(*one).trace
+    for layout, done in zip(layouts, apart, strict=False):
+        assert done.trace == estimate_by_dry_run(job, layout).trace

@@ -7,12 +7,11 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fourfold.planner.cost.step import Estimate, Prices
-from fourfold.planner.dry_run_estimate import precision_of, schedule_of, simulate_step, target_of
+from fourfold.planner.cost.step import Prices
+from fourfold.planner.dry_run_estimate import Job, precision_of, schedule_of, simulate_step, target_of
 from fourfold.planner.inputs import cluster as clusters
-from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.workload import Workload, from_config
 from fourfold.planner.plan import plan as make_plan
 from fourfold.planner.show.page import write_page
@@ -20,9 +19,6 @@ from fourfold.planner.show.summary import as_json, hiding_bandwidth, pick_layout
 from fourfold.planner.show.tables import budget, explain, sequence_parallel_speedup, show_plan, y_speedup
 from fourfold.planner.show.trace import chrome_trace
 from fourfold.planner.workers import estimate_by_dry_run
-
-if TYPE_CHECKING:
-    from fourfold.planner.simulate import Simulated
 
 
 def add_to(commands: Any) -> None:
@@ -141,7 +137,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(json.dumps(as_json(plan, title)))
     if options.html or options.trace:
-        timeline = _timeline(path, best, sequences, options.length, cluster, precision)
+        job = Job(path, sequences, options.length, target_of(cluster), precision)
+        timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
         if options.html:
             write_page(options.html, plan, cluster, title, timeline)
             print(f"wrote {options.html}")
@@ -180,13 +177,6 @@ def _billions(workload: Workload) -> str:
         if workload.parameters >= 1e8
         else f"{workload.parameters / 1e6:.1f}M"
     )
-
-
-def _timeline(
-    path: Path, best: Estimate, sequences: int, length: int, cluster: Cluster, precision: str
-) -> Simulated:
-    dry_run = estimate_by_dry_run(path, best.layout, sequences, length, target_of(cluster), precision)
-    return simulate_step(dry_run, cluster, keep_spans=True)[0]
 
 
 def amount(text: str) -> float:

@@ -27,6 +27,19 @@ _WORK = {"matmul": "matmul", "attention": "attention", "memory": "element-wise"}
 
 
 @dataclass(frozen=True)
+class Job:
+    """A model and how it is trained, in all but the layout."""
+
+    source: Any  # as `dryrun` takes it
+    sequences: int
+    length: int
+    target: str
+    precision: Any = "bf16"
+    roles: Mapping[str, str] | None = None
+    optimizer: Optimizer = "adamw"
+
+
+@dataclass(frozen=True)
 class DryRunEstimate:
     """A layout's dry run: the events of one rank, and its peak memory."""
 
@@ -70,44 +83,33 @@ def _fresh(source: Any) -> Any:
     import torch
     from torch import nn
 
-    memo: dict[int, Any] = {}
-    for parameter in source.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), parameter.requires_grad
-        )
-    return copy.deepcopy(source, memo)
+    def on_meta(parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+
+    return copy.deepcopy(source, {id(parameter): on_meta(parameter) for parameter in source.parameters()})
 
 
 # -- dry runs ---------------------------------------------------------------------------------------------------------
 
 
-def estimate_in_process(
-    source: Any,
-    layout: Layout,
-    sequences: int,
-    length: int,
-    target: str,
-    precision: Any,
-    roles: Mapping[str, str] | None,
-    optimizer: Optimizer = "adamw",
-) -> DryRunEstimate:
+def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
     from fourfold.dry_run.run import dryrun
     from fourfold.weights.overlap import Overlap
 
     done = dryrun(
-        _fresh(source),
+        _fresh(job.source),
         layout.grid,
-        sequences=sequences,
-        length=length,
+        sequences=job.sequences,
+        length=job.length,
         micro_batches=layout.micro_batches,
-        roles=roles,
-        precision=precision,
+        roles=job.roles,
+        precision=job.precision,
         activations=layout.activations,
         activation_checkpointing=layout.activation_checkpointing,
         weights=layout.weights,
         overlap=Overlap(keep_bytes=layout.keep_bytes, keep_inputs=layout.keep_inputs),
-        target=target,
-        optimizer=optimizer,
+        target=job.target,
+        optimizer=job.optimizer,
     )
     return DryRunEstimate(layout, done.trace, done.peak)
 
@@ -167,18 +169,17 @@ def part_of(operation: Operation) -> str:
 
 def as_estimate(
     dry_run: DryRunEstimate,
+    job: Job,
     workload: Workload | None,
     cluster: Cluster,
-    kernels: Kernels,
-    sequences: int,
-    length: int,
+    kernels: Kernels | None,
     formula_s: float | None,
 ) -> Estimate:
     """A simulated step as an `Estimate`, like those of the formulas."""
     layout = dry_run.layout
     step, compute_s = simulate_step(dry_run, cluster, kernels)
-    tokens = float(sequences) * length
-    mfu, hfu = utilisation(workload, layout, cluster.device, tokens, length, step.step_s)
+    tokens = float(job.sequences) * job.length
+    mfu, hfu = utilisation(workload, layout, cluster.device, tokens, job.length, step.step_s)
     return Estimate(
         layout,
         step.step_s,
@@ -195,16 +196,9 @@ def as_estimate(
 
 
 def memory_of(dry_run: DryRunEstimate) -> Memory:
+    from fourfold.dry_run.memory import CATEGORIES
+
     peak, events = dry_run.peak, dry_run.trace.events
     event = events[min(peak.event, len(events) - 1)]
-    held = peak.by_category
-    return Memory(
-        held["parameters"],
-        held["gradients"],
-        held["optimizer"],
-        held["activations"],
-        held["gathered weights"],
-        held["communication buffers"],
-        held["logits"],
-        f"{event.phase} of {event.module or 'the model'}",
-    )
+    held_bytes = [peak.by_category[category] for category in CATEGORIES]  # in the order of Memory's fields
+    return Memory(*held_bytes, moment=f"{event.phase} of {event.module or 'the model'}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate
 from fourfold.planner.dry_run_estimate import (
     DryRunEstimate,
+    Job,
     as_estimate,
     describe,
     precision_of,
@@ -31,7 +33,7 @@ from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Activations, Layout
 from fourfold.planner.inputs.workload import Workload
-from fourfold.planner.search import RESERVE, Plan, Rejected, search, too_large
+from fourfold.planner.search import RESERVE, Plan, Rejected, memory_limit_bytes, search, too_large
 from fourfold.planner.workers import estimate_all, estimate_by_dry_run
 
 
@@ -61,9 +63,8 @@ def plan(
     name, the path of a TOML file, or a `Cluster`. The global batch is ``sequences`` of ``length`` tokens. The formulas rank
     all; the first ``simulate`` are then simulated over their dry runs, whose memory replaces that of the formulas, and ranked
     by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given;
-    ``optimizer`` is that of the run. Replicated and
-    token-sharded ``activations`` are both tried, unless one is given; the latter with gathered inputs that are kept and that
-    are gathered again, unless ``keep_inputs`` says which.
+    ``optimizer`` is that of the run. Replicated and token-sharded ``activations`` are both tried, unless one is given; the
+    latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which.
 
     Any other module that takes ``input_ids`` and ``labels`` and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them.
@@ -74,13 +75,11 @@ def plan(
         True
     """
     machines = cluster if isinstance(cluster, Cluster) else clusters.load(cluster)
-    kernels = kernels or Kernels()
     source, workload = describe(model)
     weights = weights or ("fsdp2" if target_of(machines) == "cuda" else "streamed")
     work = precision or precision_of(machines)
-    given = _Given(
-        source, workload, machines, kernels, sequences, length, reserve, roles, quiet, work, optimizer
-    )
+    job = Job(source, sequences, length, target_of(machines), work, roles, optimizer)
+    given = _Given(job, workload, machines, kernels, reserve, quiet)
     if workload is None:
         # Few such modules allow token sharding, and each try is a dry run.
         return _without_formulas(given, ranks, weights, checkpointing, activations or "replicated", dry_runs)
@@ -124,50 +123,31 @@ def _traits(estimate: Estimate) -> list[tuple[str, bool]]:
 
 @dataclass(frozen=True)
 class _Given:
-    source: Any
+    job: Job
     workload: Workload | None
     cluster: Cluster
-    kernels: Kernels
-    sequences: int
-    length: int
+    kernels: Kernels | None
     reserve: float
-    roles: Mapping[str, str] | None
     quiet: bool
-    precision: str
-    optimizer: Optimizer
-
-    @property
-    def target(self) -> str:
-        return target_of(self.cluster)
 
 
 def _simulate(
     given: _Given, layouts: list[Layout], formulas_s: dict[Layout, float]
 ) -> tuple[list[Estimate], list[Rejected]]:
     """(the layouts that run and fit, the fastest first; the others with the reason)."""
-    limit_bytes = given.cluster.device.memory_gib * 2**30 * (1 - given.reserve)
+    g = given
     ranked: list[Estimate] = []
     rejected: list[Rejected] = []
-    for layout, dry_run in _dry_runs(given, layouts):
+    for layout, dry_run in _dry_runs(g, layouts):
         if isinstance(dry_run, ValueError):
             rejected.append(Rejected(layout, f"the dry run: {dry_run}"))
             continue
-        over_bytes = dry_run.peak.bytes - limit_bytes
-        if over_bytes > 0:
-            reason = too_large(dry_run.peak.bytes, limit_bytes, given.reserve)
-            rejected.append(Rejected(layout, f"{reason}, by the dry run", over_bytes))
+        over = too_large(layout, dry_run.peak.bytes, g.cluster, g.reserve, ", by the dry run")
+        if over is not None:
+            rejected.append(over)
             continue
-        ranked.append(
-            as_estimate(
-                dry_run,
-                given.workload,
-                given.cluster,
-                given.kernels,
-                given.sequences,
-                given.length,
-                formulas_s.get(layout),
-            )
-        )
+        formula_s = formulas_s.get(layout)
+        ranked.append(as_estimate(dry_run, g.job, g.workload, g.cluster, g.kernels, formula_s))
     ranked.sort(key=lambda e: e.step_s)
     return ranked, rejected
 
@@ -183,18 +163,17 @@ def _without_formulas(
     """Every grid whose data and z divide the batch, few tensor ranks first, each with one micro-batch and as many as fit."""
     layouts: list[Layout] = []
     rejected: list[Rejected] = []
-    for data, z, y, x in sorted(
-        factorisations(ranks), key=lambda grid: (grid[2] * grid[3], grid[2], -grid[1])
-    ):
-        if given.sequences % (data * z):
-            reason = f"data*z={data * z} does not divide the global batch of {given.sequences}"
+    sequences = given.job.sequences
+    grids = sorted(factorisations(ranks), key=lambda grid: (grid[2] * grid[3], grid[2], -grid[1]))
+    for data, z, y, x in grids:
+        if sequences % (data * z):
+            reason = f"data*z={data * z} does not divide the global batch of {sequences}"
             rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason))
             continue
-        for micro_batches in divisors(given.sequences // (data * z)):
-            for recompute in checkpointing:
-                kind = activations if x * y > 1 else "replicated"
-                layouts.append(Layout(data, z, y, x, micro_batches, recompute, 0, weights, kind))
-    name = type(given.source).__name__
+        kind = activations if x * y > 1 else "replicated"
+        for micro_batches, recompute in product(divisors(sequences // (data * z)), checkpointing):
+            layouts.append(Layout(data, z, y, x, micro_batches, recompute, 0, weights, kind))
+    name = type(given.job.source).__name__
     notes = [f"{name} has no formulas: each of its layouts was dry-run and simulated."]
     left = layouts[dry_runs:]
     if left:
@@ -202,30 +181,18 @@ def _without_formulas(
             f"{len(left)} of {len(layouts)} layouts were not tried (more tensor ranks come last); give more dry_runs."
         )
     ranked, failed = _simulate(given, layouts[:dry_runs], {})
-    limit_bytes = given.cluster.device.memory_gib * 2**30 * (1 - given.reserve)
+    limit_bytes = memory_limit_bytes(given.cluster, given.reserve)
     considered = len(rejected) + min(dry_runs, len(layouts))
     return Plan(ranked, [*rejected, *failed], considered, ranks, limit_bytes, tuple(notes))
 
 
 def _dry_runs(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, DryRunEstimate | ValueError]]:
     """Each layout with its dry run, or its error; several run in parallel, with a progress bar."""
-    arguments = [
-        (
-            given.source,
-            layout,
-            given.sequences,
-            given.length,
-            given.target,
-            given.precision,
-            given.roles,
-            given.optimizer,
-        )
-        for layout in layouts
-    ]
+    done: Iterator[DryRunEstimate | ValueError]
     if len(layouts) < _WORTH_PROCESSES:
-        done: Iterator[DryRunEstimate | ValueError] = (_dry_run_one(one) for one in arguments)
+        done = (_dry_run_one(given.job, layout) for layout in layouts)
     else:
-        done = estimate_all(arguments)
+        done = estimate_all(given.job, layouts)
     shown: Iterable[DryRunEstimate | ValueError] = done
     if not given.quiet and layouts:
         console = Console(file=sys.stderr)
@@ -236,8 +203,8 @@ def _dry_runs(given: _Given, layouts: list[Layout]) -> Iterator[tuple[Layout, Dr
 _WORTH_PROCESSES = 8  # layouts; a process needs seconds to import torch
 
 
-def _dry_run_one(given: tuple[Any, ...]) -> DryRunEstimate | ValueError:
+def _dry_run_one(job: Job, layout: Layout) -> DryRunEstimate | ValueError:
     try:
-        return estimate_by_dry_run(*given)
+        return estimate_by_dry_run(job, layout)
     except ValueError as error:
         return error

@@ -67,29 +67,26 @@ def why_not_grid(workload: Workload, grid: tuple[int, int, int, int], batch_sequ
     """
     data, z, y, x = grid
     w = workload
-    if w.heads % x:
-        return f"x={x} does not divide num_attention_heads={w.heads}; use x <= {_below(w.heads, x)}"
-    if w.fused_qkv and w.kv_heads % x:
-        return (
-            f"x={x} does not divide num_key_value_heads={w.kv_heads}, which are in one matrix with the query heads; use x <= "
-            f"{_below(w.kv_heads, x)}"
-        )
-    if x <= w.kv_heads and w.kv_heads % x:
-        return f"x={x} does not divide num_key_value_heads={w.kv_heads}; use x <= {_below(w.kv_heads, x)}"
-    if x > w.kv_heads and x % w.kv_heads:
-        return (
-            f"x={x} is not a multiple of num_key_value_heads={w.kv_heads}; use x <= {_below(w.kv_heads, x)}"
-        )
-    if w.ffn % x:
-        return f"x={x} does not divide intermediate_size={w.ffn}; use x <= {_below(w.ffn, x)}"
-    if w.hidden % y:
-        return f"y={y} does not divide hidden_size={w.hidden}; use y <= {_below(w.hidden, y)}"
-    if batch_sequences % (data * z):
-        most = _below(batch_sequences, data * z)
-        return (
-            f"data*z={data * z} does not divide the global batch of {batch_sequences}; use data*z <= {most}"
-        )
-    return None
+    kv_heads = f"num_key_value_heads={w.kv_heads}"
+    reason = _undivided("x", x, w.heads, f"num_attention_heads={w.heads}")
+    if reason is None and w.fused_qkv:
+        reason = _undivided("x", x, w.kv_heads, f"{kv_heads}, which are in one matrix with the query heads")
+    elif reason is None and x <= w.kv_heads:
+        reason = _undivided("x", x, w.kv_heads, kv_heads)
+    elif reason is None and x % w.kv_heads:
+        reason = f"x={x} is not a multiple of {kv_heads}; use x <= {_below(w.kv_heads, x)}"
+    return (
+        reason
+        or _undivided("x", x, w.ffn, f"intermediate_size={w.ffn}")
+        or _undivided("y", y, w.hidden, f"hidden_size={w.hidden}")
+        or _undivided("data*z", data * z, batch_sequences, f"the global batch of {batch_sequences}")
+    )
+
+
+def _undivided(axis: str, ranks: int, size: int, name: str) -> str | None:
+    if size % ranks == 0:
+        return None
+    return f"{axis}={ranks} does not divide {name}; use {axis} <= {_below(size, ranks)}"
 
 
 def _below(n: int, limit: int) -> int:
@@ -120,7 +117,6 @@ def search(
     gathered again (``keep_inputs``). Grids with more than ``tensor_ranks_at_most`` ranks on y and x together are skipped.
     """
     prices = Prices(workload, cluster, length, schedule, kernels, optimizer)
-    limit_bytes = cluster.device.memory_gib * 2**30 * (1 - reserve)
     ranked: list[Estimate] = []
     rejected: list[Rejected] = []
     considered = 0
@@ -151,14 +147,13 @@ def search(
                     data, z, y, x, micro_batches, recompute, keep_bytes, weights, kind, keeps_inputs
                 )
                 peak = prices.memory(layout, tokens)
-                over_bytes = peak.total_bytes - limit_bytes
-                if over_bytes > 0:
-                    reason = too_large(peak.total_bytes, limit_bytes, reserve)
-                    rejected.append(Rejected(layout, reason, over_bytes))
-                    continue
-                ranked.append(estimate_with(prices, layout, global_batch_sequences, peak))
+                over = too_large(layout, peak.total_bytes, cluster, reserve)
+                if over is not None:
+                    rejected.append(over)
+                else:
+                    ranked.append(estimate_with(prices, layout, global_batch_sequences, peak))
     ranked.sort(key=lambda e: e.step_s)
-    return Plan(ranked, rejected, considered, ranks, limit_bytes)
+    return Plan(ranked, rejected, considered, ranks, memory_limit_bytes(cluster, reserve))
 
 
 def _ways(
@@ -173,9 +168,19 @@ def _ways(
     return ways
 
 
-def too_large(total_bytes: float, limit_bytes: float, reserve: float) -> str:
-    """The reason that a layout does not fit, with both values and the way out."""
-    return (
+def memory_limit_bytes(cluster: Cluster, reserve: float) -> float:
+    return cluster.device.memory_gib * 2**30 * (1 - reserve)
+
+
+def too_large(
+    layout: Layout, total_bytes: float, cluster: Cluster, reserve: float, source: str = ""
+) -> Rejected | None:
+    """The layout with both values and the way out if it does not fit."""
+    limit_bytes = memory_limit_bytes(cluster, reserve)
+    if total_bytes <= limit_bytes:
+        return None
+    reason = (
         f"needs {total_bytes / 2**30:.1f} GiB of {limit_bytes / 2**30:.1f} (a reserve of {reserve:.0%} is left); "
-        "use more z, y or x, more micro-batches, or recompute activations"
+        f"use more z, y or x, more micro-batches, or recompute activations{source}"
     )
+    return Rejected(layout, reason, total_bytes - limit_bytes)

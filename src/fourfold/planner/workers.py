@@ -10,54 +10,43 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-from fourfold.planner.cost.optimizer import Optimizer
-from fourfold.planner.dry_run_estimate import DryRunEstimate, estimate_in_process
+from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, estimate_in_process
 from fourfold.planner.inputs.layout import Layout
 
 _AT_MOST = 8  # processes; each takes half a gigabyte
 
 
-def estimate_by_dry_run(
-    source: Any,
-    layout: Layout,
-    sequences: int,
-    length: int,
-    target: str,
-    precision: str = "bf16",
-    roles: Mapping[str, str] | None = None,
-    optimizer: Optimizer = "adamw",
-) -> DryRunEstimate:
+def estimate_by_dry_run(job: Job, layout: Layout) -> DryRunEstimate:
     """The dry run of a layout; in another process if this one is already a rank."""
     import torch.distributed as dist
 
-    given = (source, layout, sequences, length, target, precision, roles, optimizer)
     if not (dist.is_available() and dist.is_initialized()):
-        return estimate_in_process(*given)
+        return estimate_in_process(job, layout)
     with Worker() as worker:
-        done = worker.estimate(given)
+        done = worker.estimate(job, layout)
     if isinstance(done, ValueError):
         raise done
     return done
 
 
-def estimate_all(given: Sequence[tuple[Any, ...]]) -> Iterator[DryRunEstimate | ValueError]:
-    """Each dry run in order, or the error that it raised."""
-    count = max(1, min(len(given), len(os.sched_getaffinity(0)), _AT_MOST))
+def estimate_all(job: Job, layouts: Sequence[Layout]) -> Iterator[DryRunEstimate | ValueError]:
+    """The dry run of each layout in order, or the error that it raised."""
+    count = max(1, min(len(layouts), len(os.sched_getaffinity(0)), _AT_MOST))
     own = threading.local()
     with ExitStack() as started, ThreadPoolExecutor(count) as threads:
 
-        def estimate(one: tuple[Any, ...]) -> DryRunEstimate | ValueError:
+        def estimate(layout: Layout) -> DryRunEstimate | ValueError:
             if not hasattr(own, "worker"):
                 own.worker = started.enter_context(Worker())
             worker: Worker = own.worker
-            return worker.estimate(one)
+            return worker.estimate(job, layout)
 
-        yield from threads.map(estimate, given)
+        yield from threads.map(estimate, layouts)
 
 
 class Worker:
@@ -70,27 +59,24 @@ class Worker:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._asked, self._answers = self._process.stdin, self._process.stdout
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
+        self._asked.close()
         self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
 
-    def estimate(self, given: tuple[Any, ...]) -> DryRunEstimate | ValueError:
-        """Run `estimate_in_process` with these arguments in the worker."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+    def estimate(self, job: Job, layout: Layout) -> DryRunEstimate | ValueError:
+        """Run `estimate_in_process` in the worker."""
         try:
-            pickle.dump(given, self._process.stdin)
-            self._process.stdin.flush()
-            result: DryRunEstimate | ValueError | str = pickle.load(self._process.stdout)
+            pickle.dump((job, layout), self._asked)
+            self._asked.flush()
+            result: DryRunEstimate | ValueError | str = pickle.load(self._answers)
         except (EOFError, BrokenPipeError):
-            raise RuntimeError(
-                f"the process of the dry run of {given[1]} ended; see what it printed"
-            ) from None
+            raise RuntimeError(f"the process of the dry run of {layout} ended; see what it printed") from None
         return ValueError(result) if isinstance(result, str) else result
 
 

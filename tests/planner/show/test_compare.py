@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
+from fourfold.planner.dry_run_estimate import Job
 from fourfold.planner.inputs.cluster import preset
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.show.compare import Run, compare, compare_estimate, parts_of, read_run
@@ -21,7 +22,7 @@ CLUSTER = preset("dgx-h100")
 
 @pytest.fixture(scope="module")
 def dry_run():
-    return estimate_by_dry_run(CONFIG, LAYOUT, 32, 1024, "cuda")
+    return estimate_by_dry_run(Job(CONFIG, 32, 1024, "cuda"), LAYOUT)
 
 
 def changed(section: str, **factors: float):

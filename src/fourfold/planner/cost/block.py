@@ -45,15 +45,13 @@ class Given(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One pass through a block, or through the head."""
+    """One pass through a block, or through the head; link and exposed seconds by axis, x and y."""
 
     matmul_s: float
     attention_s: float
     elementwise_s: float
-    link_x_s: float
-    link_y_s: float
-    exposed_x_s: float
-    exposed_y_s: float
+    link_s: dict[str, float]
+    exposed_s: dict[str, float]
 
     @property
     def compute_s(self) -> float:
@@ -69,14 +67,6 @@ class Linears(NamedTuple):
     out_axis: str
     input_sharding: Sharding
     output_shardings: tuple[Sharding, ...]
-
-
-class LinearTimes(NamedTuple):
-    """Seconds of several groups of linears in one direction; link and exposed time by axis."""
-
-    matmul_s: float
-    link_s: dict[str, float]
-    exposed_s: dict[str, float]
 
 
 def together_s(compute_s: float, communication_s: float, slowdown: Slowdown) -> float:
@@ -109,7 +99,7 @@ def head_shardings(workload: Workload, y: int, x: int, *, by_tokens: bool) -> tu
     return "features", "features" if workload.kv_heads % (y * x) == 0 else "whole"
 
 
-def _forward(groups: list[Linears], given: Given) -> LinearTimes:
+def _forward(groups: list[Linears], given: Given) -> Pass:
     g = given
     matmul, link, exposed = 0.0, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0}
     for group in groups:
@@ -133,10 +123,10 @@ def _forward(groups: list[Linears], given: Given) -> LinearTimes:
         for (_, sent_s), (own_s, _) in itertools.pairwise(pieces):
             taken_s += together_s(own_s, sent_s, g.slowdown)
         exposed[group.in_axis] += max(0.0, taken_s - sum(own_s for own_s, _ in pieces))
-    return LinearTimes(matmul, link, exposed)
+    return Pass(matmul, 0.0, 0.0, link, exposed)
 
 
-def _backward(groups: list[Linears], given: Given) -> LinearTimes:
+def _backward(groups: list[Linears], given: Given) -> Pass:
     g = given
     matmul, link, exposed = 0.0, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0}
     for group in groups:
@@ -158,7 +148,7 @@ def _backward(groups: list[Linears], given: Given) -> LinearTimes:
             again_s = _gather_s(group.out_axis, group.input_sharding, group.inputs, g)
             link[group.out_axis] += again_s
             exposed[group.out_axis] += together_s(input_s, again_s, g.slowdown) - input_s
-    return LinearTimes(matmul, link, exposed)
+    return Pass(matmul, 0.0, 0.0, link, exposed)
 
 
 def _by_sharding(group: Linears) -> list[tuple[Sharding, list[float]]]:
@@ -219,78 +209,56 @@ def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, P
     """
     w, (tokens, y, x, device, kernels, schedule, slowdown, send, by_tokens, _) = workload, given
     groups = groups_of(w, y, x, by_tokens=by_tokens)
-    matmul_f, link_f, exposed_f = _forward(groups, given)
-    matmul_b, link_b, exposed_b = _backward(groups, given)
+    forward, backward = _forward(groups, given), _backward(groups, given)
     of_q, of_kv = head_shardings(w, y, x, by_tokens=by_tokens)
     parts = x * y if of_q == "features" else x
     is_fused = schedule.attention == "flash"
-    core_f, core_b = attention_core_s(
+    core = attention_core_s(
         tokens, length, w.q_features / parts, w.heads / parts, device, kernels, fused=is_fused
     )
-    moved = block_bytes(
-        w,
-        y,
-        x,
-        schedule.elementwise,
-        cuts_tokens_over_x=schedule.cuts_tokens_over_x,
-        by_tokens=by_tokens,
-    )
-    elementwise_f, elementwise_b = (memory_s(kernels.memory_passes * tokens * m, device) for m in moved)
+    over_x = schedule.cuts_tokens_over_x
+    moved = block_bytes(w, y, x, schedule.elementwise, cuts_tokens_over_x=over_x, by_tokens=by_tokens)
+    elementwise = [memory_s(kernels.memory_passes * tokens * m, device) for m in moved]
+    forward = forward._replace(attention_s=core[0], elementwise_s=elementwise[0])
+    backward = backward._replace(attention_s=core[1], elementwise_s=elementwise[1])
     if schedule.interleaves:
-        exposed_f = _with_batch_split(matmul_f + core_f + elementwise_f, link_f, exposed_f, slowdown)
-        exposed_b = _with_batch_split(matmul_b + core_b + elementwise_b, link_b, exposed_b, slowdown)
-    norms_s = 2 * send(
-        "all_reduce", "y", 4 * tokens / (x if by_tokens else 1)
-    )  # statistics; nothing hides them
+        forward, backward = _with_batch_split(forward, slowdown), _with_batch_split(backward, slowdown)
     if of_q == "features" and of_kv == "whole":
         # Several y ranks use one key/value head: the gradients of k and v are summed over y.
         kv = w.kv_features / min(x, w.kv_heads)
         shared_s = 2 * send("all_reduce", "y", schedule.weight_bytes * tokens * kv)
-        link_b["y"] += shared_s
-        exposed_b["y"] += shared_s
+        _add_exposed(backward, "y", shared_s)
     # Each alone and in every micro-batch, as with FSDP2; streamed weights sum those of all blocks together, once a step.
     for axis, elements in _replicas(w, y, x, by_tokens=by_tokens):
         replica_s = send("all_reduce", axis, schedule.gradient_bytes * elements)
-        link_b[axis] += replica_s
-        exposed_b[axis] += replica_s
+        _add_exposed(backward, axis, replica_s)
     host_s = kernels.host_us * 1e-6
-    return (
-        _at_least_launches(matmul_f, core_f, elementwise_f, link_f, exposed_f, norms_s, host_s),
-        _at_least_launches(matmul_b, core_b, elementwise_b, link_b, exposed_b, norms_s, 2 * host_s),
-    )
+    forward, backward = _at_least(forward, host_s), _at_least(backward, 2 * host_s)
+    for one in (forward, backward):  # the statistics of the norms; nothing hides them
+        _add_exposed(one, "y", 2 * send("all_reduce", "y", 4 * tokens / (x if by_tokens else 1)))
+    return forward, backward
 
 
-def _with_batch_split(
-    compute_s: float, link: dict[str, float], exposed: dict[str, float], slowdown: Slowdown
-) -> dict[str, float]:
-    """Exposed time where a block's communication overlaps the computation of the other half-batch."""
-    total_s = link["x"] + link["y"]
+def _add_exposed(one: Pass, axis: str, seconds: float) -> None:
+    """Add a collective that nothing hides."""
+    one.link_s[axis] += seconds
+    one.exposed_s[axis] += seconds
+
+
+def _with_batch_split(one: Pass, slowdown: Slowdown) -> Pass:
+    """A pass whose communication overlaps the computation of the other half-batch."""
+    total_s = one.link_s["x"] + one.link_s["y"]
     if total_s == 0.0:
-        return exposed
-    shown = (together_s(compute_s, total_s, slowdown) - compute_s) / total_s
-    return {axis: min(exposed[axis], shown * link[axis]) for axis in link}
+        return one
+    shown = (together_s(one.compute_s, total_s, slowdown) - one.compute_s) / total_s
+    exposed_s = {axis: min(one.exposed_s[axis], shown * one.link_s[axis]) for axis in one.link_s}
+    return one._replace(exposed_s=exposed_s)
 
 
-def _at_least_launches(
-    matmul: float,
-    core: float,
-    elementwise: float,
-    link: dict[str, float],
-    exposed: dict[str, float],
-    norms_s: float,
-    host_s: float,
-) -> Pass:
+def _at_least(one: Pass, host_s: float) -> Pass:
     """A pass, at least as long as its launches; the device's wait for them counts as element-wise work."""
-    waiting_s = max(0.0, host_s - matmul - core - elementwise - exposed["x"] - exposed["y"])
-    return Pass(
-        matmul,
-        core,
-        elementwise + waiting_s,
-        link["x"],
-        link["y"] + norms_s,
-        exposed["x"],
-        exposed["y"] + norms_s,
-    )
+    waiting_s = max(0.0, host_s - one.compute_s - one.exposed_s["x"] - one.exposed_s["y"])
+    return one._replace(elementwise_s=one.elementwise_s + waiting_s)
 
 
 def ends_pass(workload: Workload, given: Given) -> Pass:
@@ -314,13 +282,10 @@ def ends_pass(workload: Workload, given: Given) -> Pass:
         alone_y_s = 2 * send("all_reduce", "y", 4 * tokens / x)
     else:
         alone_x_s += send("all_reduce", "x", looked_up_bytes)
-    forward, backward = _forward(head, given), _backward(head, given)
-    return Pass(
-        forward.matmul_s + backward.matmul_s,
-        0.0,
-        memory_s(moved_bytes, device),
-        forward.link_s["x"] + backward.link_s["x"] + alone_x_s,
-        forward.link_s["y"] + backward.link_s["y"] + alone_y_s,
-        forward.exposed_s["x"] + backward.exposed_s["x"] + alone_x_s,
-        forward.exposed_s["y"] + backward.exposed_s["y"] + alone_y_s,
+    one, backward = _forward(head, given), _backward(head, given)
+    for axis, alone_s in (("x", alone_x_s), ("y", alone_y_s)):
+        one.link_s[axis] += backward.link_s[axis] + alone_s
+        one.exposed_s[axis] += backward.exposed_s[axis] + alone_s
+    return one._replace(
+        matmul_s=one.matmul_s + backward.matmul_s, elementwise_s=memory_s(moved_bytes, device)
     )

@@ -85,15 +85,7 @@ class Memory:
 
     @property
     def total_bytes(self) -> float:
-        return (
-            self.parameters_bytes
-            + self.gradients_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.gathered_bytes
-            + self.buffers_bytes
-            + self.logits_bytes
-        )
+        return float(sum(size for name, size in vars(self).items() if name != "moment"))
 
 
 def norm_bytes(workload: Workload, cut: bool, work_bytes: int = WORK_BYTES) -> int:
@@ -122,11 +114,8 @@ def saved_bytes_per_token(
     w = workload
     ranks = y * x
     by_heads = by_tokens and w.divides_heads(ranks)
-    q_parts, inner_parts, hidden_parts = (
-        ranks if by_heads else x,
-        ranks if by_tokens else x,
-        ranks if by_tokens else y,
-    )
+    q_parts = ranks if by_heads else x
+    inner_parts, hidden_parts = (ranks, ranks) if by_tokens else (x, y)
     kv = w.kv_features / min(q_parts, w.kv_heads)
     # q and k after rotation, v, the attention's output.
     features = 2 * w.q_features / q_parts + kv + _saved_v(w, y, x, by_tokens=by_tokens)
@@ -149,10 +138,8 @@ def _saved_v(w: Workload, y: int, x: int, *, by_tokens: bool) -> float:
     """
     ranks = y * x
     by_heads = by_tokens and w.divides_heads(ranks)
-    q, kv = (
-        w.q_features / (ranks if by_heads else x),
-        w.kv_features / min(ranks if by_heads else x, w.kv_heads),
-    )
+    parts = ranks if by_heads else x
+    q, kv = w.q_features / parts, w.kv_features / min(parts, w.kv_heads)
     has_bias = w.bias or w.qkv_bias
     if by_tokens and w.fused_qkv:
         return q + 2 * kv if w.rotates else kv
@@ -172,7 +159,8 @@ def memory(
 ) -> Memory:
     """The peak of a rank that processes ``tokens`` at a time, by category."""
     shard = shard or shard_of(workload, layout.y, layout.x)
-    return max(_moments(workload, layout, tokens, shard, work_bytes, optimizer), key=_total)
+    moments = _moments(workload, layout, tokens, shard, work_bytes, optimizer)
+    return max(moments, key=lambda peak: peak.total_bytes)
 
 
 def _moments(
@@ -309,7 +297,3 @@ def _moments(
         in_step = max(in_step, *(muon_step_bytes(m) for m in muon_matrices(w, layout)))
     yield Memory(parameters, GRADIENT_BYTES * stored, moments + in_step, 0.0, 0.0, 0.0, 0.0,
                  "the optimizer's step")  # fmt: skip
-
-
-def _total(peak: Memory) -> float:
-    return peak.total_bytes

@@ -11,7 +11,10 @@ are predictions.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from fourfold.mesh.axes import AXES
@@ -49,55 +52,40 @@ class Estimate:
         return max(parts, key=parts.__getitem__)
 
 
+@dataclass(frozen=True)
 class Prices:
     """The cost functions of one workload on one cluster, with cached results."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        cluster: Cluster,
-        length: int,
-        schedule: Schedule = FOURFOLD,
-        kernels: Kernels | None = None,
-        optimizer: Optimizer = "adamw",
-    ) -> None:
-        self.workload, self.cluster, self.length, self.schedule = workload, cluster, length, schedule
-        self.optimizer: Optimizer = optimizer
-        self.kernels = kernels or Kernels()
-        self._collectives: dict[tuple[str, float, int, int], float] = {}
-        self._passes: dict[tuple[float, int, int, str, bool], tuple[Pass, Pass, Pass]] = {}
-        self._shards: dict[tuple[int, int], Shard] = {}
-        self._optimizer_times: dict[tuple[int, int, int, int], OptimizerTime] = {}
+    workload: Workload
+    cluster: Cluster
+    length: int
+    schedule: Schedule = FOURFOLD
+    kernels: Kernels | None = None
+    optimizer: Optimizer = "adamw"
 
-    def collective_s(self, kind: Kind, payload_bytes: float, ranks: int, inner_ranks: int) -> float:
-        if ranks == 1:
-            return 0.0
-        key = (kind, payload_bytes, ranks, inner_ranks)
-        if key not in self._collectives:
-            self._collectives[key] = collective_s(kind, payload_bytes, ranks, inner_ranks, self.cluster)
-        return self._collectives[key]
+    @cached_property
+    def collective_s(self) -> Callable[[Kind, float, int, int], float]:
+        return functools.cache(functools.partial(collective_s, cluster=self.cluster))
 
-    def passes(
+    @cached_property
+    def passes(self) -> Callable[..., tuple[Pass, Pass, Pass]]:
+        return functools.cache(self._passes)
+
+    def _passes(
         self, tokens: float, y: int, x: int, activations: str = "replicated", keep_inputs: bool = True
     ) -> tuple[Pass, Pass, Pass]:
         """A block's forward, its backward, and embedding, head and loss."""
-        key = (tokens, y, x, activations, keep_inputs)
-        if key not in self._passes:
 
-            def send(kind: Kind, axis: str, payload_bytes: float) -> float:
-                ranks, inner = (x, 1) if axis == "x" else (y, x)
-                return self.collective_s(kind, payload_bytes, ranks, inner)
+        def send(kind: Kind, axis: str, payload_bytes: float) -> float:
+            return self.collective_s(kind, payload_bytes, *((x, 1) if axis == "x" else (y, x)))
 
-            timing = (self.cluster.device, self.kernels, self.schedule, self.cluster.slowdown)
-            given = Given(tokens, y, x, *timing, send, activations == "token-sharded", keep_inputs)
-            forward, backward = block_passes(self.workload, self.length, given)
-            self._passes[key] = (forward, backward, ends_pass(self.workload, given))
-        return self._passes[key]
+        timing = (self.cluster.device, self.kernels or Kernels(), self.schedule, self.cluster.slowdown)
+        given = Given(tokens, y, x, *timing, send, activations == "token-sharded", keep_inputs)
+        return *block_passes(self.workload, self.length, given), ends_pass(self.workload, given)
 
-    def shard(self, y: int, x: int) -> Shard:
-        if (y, x) not in self._shards:
-            self._shards[y, x] = shard_of(self.workload, y, x)
-        return self._shards[y, x]
+    @cached_property
+    def shard(self) -> Callable[[int, int], Shard]:
+        return functools.cache(functools.partial(shard_of, self.workload))
 
     def memory(self, layout: Layout, tokens: float) -> Memory:
         shard = self.shard(layout.y, layout.x)
@@ -105,19 +93,23 @@ class Prices:
 
     def optimizer_time(self, layout: Layout) -> OptimizerTime:
         """The optimizer's step, clipping included."""
-        key = (layout.z, layout.y, layout.x, layout.data if self.schedule.optimizer_over_data else 1)
-        if key not in self._optimizer_times:
-            w, shard, device = self.workload, self.shard(layout.y, layout.x), self.cluster.device
-            stored = (w.layers * shard.block + shard.outside) / (layout.z * key[-1])
-            if self.optimizer == "adamw":
-                seconds = memory_s(optimizer_bytes(self.schedule.elementwise) * stored, device)
-                self._optimizer_times[key] = OptimizerTime(seconds, dict.fromkeys(AXES, 0.0))
-            else:
-                by_muon = w.layers * shard.matrices / layout.z
-                moved = optimizer_bytes(self.schedule.elementwise) * (stored - by_muon) + CLIP_BYTES * by_muon
-                muon = muon_time(w, layout, device, self.kernels, self.collective_s)
-                self._optimizer_times[key] = muon._replace(compute_s=muon.compute_s + memory_s(moved, device))
-        return self._optimizer_times[key]
+        # Nothing else of the layout matters.
+        return self._optimizer_time(Layout(layout.data, layout.z, layout.y, layout.x))
+
+    @cached_property
+    def _optimizer_time(self) -> Callable[[Layout], OptimizerTime]:
+        return functools.cache(self._uncached_optimizer_time)
+
+    def _uncached_optimizer_time(self, layout: Layout) -> OptimizerTime:
+        w, shard, device = self.workload, self.shard(layout.y, layout.x), self.cluster.device
+        over = layout.z * (layout.data if self.schedule.optimizer_over_data else 1)
+        stored = (w.layers * shard.block + shard.outside) / over
+        by_muon, muon = 0.0, OptimizerTime(0.0, dict.fromkeys(AXES, 0.0))
+        if self.optimizer == "muon":
+            by_muon = w.layers * shard.matrices / layout.z
+            muon = muon_time(w, layout, device, self.kernels or Kernels(), self.collective_s)
+        moved = optimizer_bytes(self.schedule.elementwise) * (stored - by_muon) + CLIP_BYTES * by_muon
+        return muon._replace(compute_s=muon.compute_s + memory_s(moved, device))
 
     def tokens_at_once(self, layout: Layout, global_batch_sequences: int) -> float:
         """Tokens of one rank's micro-batch."""
@@ -173,18 +165,10 @@ def estimate_with(
         "optimizer": optimizer.compute_s,
     }
     passes = [(blocks, forward), (blocks, backward), (1, ends), *([(blocks, again)] if again else [])]
-    link_s = {
-        "x": m * sum(n * p.link_x_s for n, p in passes),
-        "y": m * sum(n * p.link_y_s for n, p in passes),
-        "z": weights.link_z_s,
-        "data": weights.link_data_s,
-    }
-    exposed_s = {
-        "x": m * sum(n * p.exposed_x_s for n, p in passes),
-        "y": m * sum(n * p.exposed_y_s for n, p in passes),
-        "z": weights.exposed_z_s,
-        "data": weights.exposed_data_s,
-    }
+    link_s = {axis: m * sum(n * p.link_s[axis] for n, p in passes) for axis in ("x", "y")}
+    link_s |= {"z": weights.link_z_s, "data": weights.link_data_s}
+    exposed_s = {axis: m * sum(n * p.exposed_s[axis] for n, p in passes) for axis in ("x", "y")}
+    exposed_s |= {"z": weights.exposed_z_s, "data": weights.exposed_data_s}
     for axis, sent_s in optimizer.link_s.items():  # nothing hides it
         link_s[axis] += sent_s
         exposed_s[axis] += sent_s
@@ -318,7 +302,7 @@ def _overlap_s(prices: Prices, layout: Layout, one: Pass) -> float:
     weights_leave = _leaves_node(prices, max(layout.z, layout.data), inner)
     seconds = one.compute_s
     if _leaves_node(prices, layout.x, 1) != weights_leave:
-        seconds += one.exposed_x_s
+        seconds += one.exposed_s["x"]
     if _leaves_node(prices, layout.y, layout.x) != weights_leave:
-        seconds += one.exposed_y_s
+        seconds += one.exposed_s["y"]
     return seconds

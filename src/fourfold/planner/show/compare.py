@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fourfold.mesh.axes import AXES
-from fourfold.planner.cost.compute import Kernels
-from fourfold.planner.dry_run_estimate import DryRunEstimate, simulate_step, target_of
+from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, simulate_step, target_of
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.perturb import changed, value_of
@@ -90,20 +89,14 @@ def read_run(path: str | Path) -> Run:
     )
 
 
-def compare(run: Run, cluster: Cluster, kernels: Kernels | None = None) -> Comparison:
+def compare(run: Run, cluster: Cluster) -> Comparison:
     """Predict the run on the cluster, by simulation over its dry run."""
-    dry_run = estimate_by_dry_run(
-        run.model, run.layout, run.sequences, run.length, target_of(cluster), precision=run.precision
-    )
-    return compare_estimate(run, dry_run, cluster, kernels)
+    job = Job(run.model, run.sequences, run.length, target_of(cluster), run.precision)
+    return compare_estimate(run, estimate_by_dry_run(job, run.layout), cluster)
 
 
-def compare_estimate(
-    run: Run, dry_run: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None
-) -> Comparison:
-    def predict(machines: Cluster) -> dict[str, float]:
-        return parts_of(dry_run, machines, kernels)
-
+def compare_estimate(run: Run, dry_run: DryRunEstimate, cluster: Cluster) -> Comparison:
+    predict = partial(parts_of, dry_run)
     predicted = predict(cluster)
     worst = max(predicted, key=lambda part: abs(run.parts_s[part] - predicted[part]))
     explanations: list[Explanation] = []
@@ -118,9 +111,9 @@ def compare_estimate(
     return Comparison(run, cluster, sum(predicted.values()), predicted, worst, tuple(explanations))
 
 
-def parts_of(dry_run: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None) -> dict[str, float]:
+def parts_of(dry_run: DryRunEstimate, cluster: Cluster) -> dict[str, float]:
     """Seconds that add up to the step: computation, and what shows of each axis."""
-    step, _ = simulate_step(dry_run, cluster, kernels)
+    step, _ = simulate_step(dry_run, cluster)
     return {
         "compute": step.compute_s,
         **{f"exposed {axis}": step.exposed_s.get(axis, 0.0) for axis in reversed(AXES)},
@@ -155,10 +148,7 @@ def _solve(
         return None
     for _ in range(20):
         middle = math.sqrt(low * high)
-        if missing_s(middle) * at_low > 0:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if missing_s(middle) * at_low > 0 else (low, middle)
     return math.sqrt(low * high)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console
@@ -146,10 +147,7 @@ def rate_that_hides(
 
     def exposed_share(factor: float) -> float:
         cluster = changed(changed(prices.cluster, "node_gbps", factor), "device_gbps", factor)
-        again = Prices(
-            prices.workload, cluster, prices.length, prices.schedule, prices.kernels, prices.optimizer
-        )
-        estimate = estimate_with(again, layout.layout, global_batch_sequences)
+        estimate = estimate_with(replace(prices, cluster=cluster), layout.layout, global_batch_sequences)
         return sum(estimate.exposed_s.values()) / estimate.step_s
 
     low, high = 1.0, 1024.0
