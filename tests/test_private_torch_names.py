@@ -99,7 +99,6 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
 NOT_TORCH = {
     "_exit": "os",
     "_current_frames": "sys",
-    "_run_exitfuncs": "atexit",
     "_attn_implementation": "a configuration of transformers",
     "_init_weights": "a model of transformers",
     "_reset_parameters": "a module's own",

@@ -84,7 +84,6 @@ def room_of(module: str) -> str:
     return name
 
 
-@pytest.mark.xfail(strict=True, reason="train.recovery.torchft_manager imports train.loop.trainer")
 def test_imports_go_only_downward() -> None:
     upward = [
         f"{module} imports {imported}"
@@ -114,9 +113,6 @@ def circles(edges: dict[str, list[str]]) -> list[str]:
     return found
 
 
-@pytest.mark.xfail(
-    strict=True, reason="parallel.linear and sharded_linear; train.loop.trainer and torchft_manager"
-)
 def test_no_file_imports_itself_through_others() -> None:
     assert circles(graph()) == []
 
