@@ -32,7 +32,9 @@ from tests.prepared import as_jsonl, corpus
 # -- out and in ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])  # packed and separate projections, both tied
+@pytest.mark.parametrize(
+    "family", ["gpt2", pytest.param("qwen3", marks=pytest.mark.nightly)]
+)  # packed and separate projections, both tied
 def test_a_family_goes_out_and_in_bit_by_bit(pool: RankPool, tmp_path: Path, family: str) -> None:
     verdict = round_trips.round_trip(pool, family, tmp_path)
     assert verdict.holds(), verdict

@@ -56,7 +56,7 @@ def test_memory_is_the_dry_runs(found):
     assert found.best.memory.total_bytes == done.peak.bytes
 
 
-@pytest.mark.parametrize("kind", ["dict", "module", "real module"])
+@pytest.mark.parametrize("kind", ["dict", "module", pytest.param("real module", marks=pytest.mark.nightly)])
 def test_a_model_may_be_given_in_several_ways(kind, found):
     model = {"dict": CONFIG.to_dict(), "module": None, "real module": None}[kind]
     if kind != "dict":
