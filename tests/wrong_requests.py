@@ -214,7 +214,7 @@ WRONG: dict[str, Wrong] = {
         partial(mesh_with_axes, "dp", "z", "y", "x"),
         (
             r"axes \('data', 'z', 'y', 'x'\), this one has \('dp', 'z', 'y', 'x'\)",
-            "mesh_dim_names=fourfold.mesh.grid.AXES",
+            "mesh_dim_names=fourfold.mesh.axes.AXES",
         ),
         partial(mesh_with_axes, *AXES),
     ),

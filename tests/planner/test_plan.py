@@ -77,7 +77,7 @@ def test_what_does_not_fit_after_all_is_rejected_with_both_numbers(monkeypatch):
         done = real(*given, **named)
         return dataclasses.replace(done, peak=dataclasses.replace(done.peak, bytes=2.0**30))
 
-    monkeypatch.setattr(planning, "rehearse", larger)
+    monkeypatch.setattr(planning, "estimate_by_dry_run", larger)
     plan = ff.plan(CONFIG, tight, 2, sequences=4, length=32, simulate=2, quiet=True)
     over = [r for r in plan.rejected if "by the dry run" in r.reason]
     assert len(over) >= 2
