@@ -173,6 +173,7 @@ def test_faster_links_make_a_simulated_step_no_longer():
     assert play(rehearsal, CLUSTER)[0].step_s < play(rehearsal, slow)[0].step_s
 
 
+@pytest.mark.nightly
 def test_dry_runs_in_processes_of_their_own_are_the_same():
     layouts = [Layout(1, 2, 1, 2), Layout(2, 1, 2, 1), Layout(1, 1, 1, 3)]
     given = [(CONFIG, layout, 4, 32, "cuda", "bf16", None) for layout in layouts]
