@@ -98,6 +98,7 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
 # Private names of other packages that src uses.
 NOT_TORCH = {
     "_exit": "os",
+    "_replace": "a NamedTuple",
     "_current_frames": "sys",
     "_attn_implementation": "a configuration of transformers",
     "_init_weights": "a model of transformers",

@@ -41,6 +41,7 @@ ROOMS = [
     "errors",
     "untrusted_input",
     "processes",
+    "files",
 ]
 # The public names and `python -m fourfold`: they import from anywhere, and nothing in src imports them.
 FRONT_DOOR = ("fourfold", "fourfold.__main__")

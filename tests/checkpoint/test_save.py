@@ -27,9 +27,14 @@ from tests.models import batch, build, local_parameters, part
 # -- on every grid -----------------------------------------------------------------------------------------------------
 
 
-def test_every_grid_loads_what_any_grid_saved_and_trains_on(pool: RankPool, tmp_path: Path) -> None:
-    verdicts = reshard.reshard(pool, reshard.SMALL, tmp_path)
-    assert len(verdicts) == len(reshard.SMALL) ** 2
+@pytest.mark.parametrize(
+    "grids", [((1, 3, 1, 1), (1, 2, 1, 2)), pytest.param(reshard.SMALL, marks=pytest.mark.nightly)]
+)
+def test_every_grid_loads_what_any_grid_saved_and_trains_on(
+    pool: RankPool, tmp_path: Path, grids: tuple[Shape, ...]
+) -> None:
+    verdicts = reshard.reshard(pool, grids, tmp_path)
+    assert len(verdicts) == len(grids) ** 2
     assert {pair: verdict for pair, verdict in verdicts.items() if not verdict.holds()} == {}
 
 

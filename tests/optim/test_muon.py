@@ -256,6 +256,7 @@ def together(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
+@pytest.mark.nightly
 def test_momentum_is_restored_on_another_grid(pool: RankPool, tmp_path: Path) -> None:
     saved = pool.run(save, 8, str(tmp_path), (2, 1, 2, 2), "gpt2")
     expected = together([momenta for momenta, _ in saved])

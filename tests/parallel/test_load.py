@@ -57,7 +57,7 @@ def assemble(pieces: list[Piece], shapes: dict[str, tuple[int, ...]]) -> dict[st
     return full
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", pytest.param("gemma2", marks=pytest.mark.nightly)])
 def test_random_init_does_not_depend_on_the_grid(pool: RankPool, kind: str) -> None:
     shapes = {name: tuple(p.shape) for name, p in on_meta(kind).named_parameters()}
 
@@ -94,7 +94,11 @@ def loaded_loss(shape: Shape, kind: str, changes: dict[str, Any], folder: Path) 
     return loss.item()
 
 
-CHECKPOINTS = [("llama", {}), ("gpt2", {}), ("qwen2", {"tie_word_embeddings": True})]
+CHECKPOINTS = [
+    pytest.param("llama", {}, marks=pytest.mark.nightly),
+    ("gpt2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+]
 
 
 @pytest.mark.parametrize(("kind", "changes"), CHECKPOINTS)

@@ -42,7 +42,9 @@ def train(shape: Shape, kind: str, options: dict[str, Any]) -> Errors:
     ("kind", "shape", "options"),
     [
         ("llama", (1, 1, 2, 2), {"weights": "fsdp2", "overlap": CHUNKS}),
-        ("llama", (1, 1, 2, 4), {"weights": "streamed"}),  # two y ranks use one key/value head
+        pytest.param(
+            "llama", (1, 1, 2, 4), {"weights": "streamed"}, marks=pytest.mark.nightly
+        ),  # two y ranks use one key/value head
         pytest.param(
             "llama",
             (1, 1, 4, 2),
@@ -59,7 +61,12 @@ def train(shape: Shape, kind: str, options: dict[str, Any]) -> Errors:
             "gpt2", (1, 1, 2, 4), {"weights": "streamed", "overlap": CHUNKS}, marks=pytest.mark.nightly
         ),
         ("gpt2", (1, 2, 2, 1), {"weights": "fsdp2", "overlap": AGAIN}),
-        ("gemma2", (1, 1, 2, 2), {"weights": "streamed", "overlap": ff.Overlap.none()}),
+        pytest.param(
+            "gemma2",
+            (1, 1, 2, 2),
+            {"weights": "streamed", "overlap": ff.Overlap.none()},
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_three_steps_match_one_process(
@@ -108,8 +115,16 @@ def test_accumulated_gradients_with_batches_of_different_lengths(pool: RankPool)
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}
 
 
-# qwen3 has norms of queries and keys, gpt2 one bias for q, k and v, gpt_neox_japanese a bias of hidden features.
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gpt_neox_japanese"])
+# qwen3 has norms of queries and keys; gpt2 three biases in one; gpt_neox_japanese one of hidden features.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        "gpt2",
+        pytest.param("qwen3", marks=pytest.mark.nightly),
+        pytest.param("gpt_neox_japanese", marks=pytest.mark.nightly),
+    ],
+)
 def test_attention_is_exact_where_heads_do_not_divide(pool: RankPool, kind: str) -> None:
     notes = pool.run(accumulate, 4, (1, 1, 2, 2), kind, SIX_HEADS)[0]
     assert len(notes) == 1
@@ -204,7 +219,7 @@ HEADS_OF_8 = {"num_attention_heads": 8, "hidden_size": 64}
     ("kind", "shape", "changes"),
     [
         ("llama", (1, 2, 2, 2), HEADS_OF_8 | {"num_key_value_heads": 2}),
-        ("gpt2", (1, 1, 4, 2), HEADS_OF_8),
+        pytest.param("gpt2", (1, 1, 4, 2), HEADS_OF_8, marks=pytest.mark.nightly),
     ],
 )
 def test_token_sharding_sends_the_same_activation_bytes(
@@ -276,7 +291,7 @@ def saved_and_flops(shape: Shape, keep_inputs: bool) -> tuple[int, int]:
     return elements, flops.get_total_flops()
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2, 4), (1, 1, 4, 2)])
+@pytest.mark.parametrize("shape", [(1, 1, 2, 4), pytest.param((1, 1, 4, 2), marks=pytest.mark.nightly)])
 def test_memory_and_flops_of_a_block(pool: RankPool, shape: Shape) -> None:
     _, _, y, x = shape
     tokens = B * S

@@ -56,7 +56,7 @@ def test_memory_is_that_of_the_dry_run(found):
     assert found.best.memory.total_bytes == done.peak.bytes
 
 
-@pytest.mark.parametrize("kind", ["dict", "module", "real module"])
+@pytest.mark.parametrize("kind", ["dict", "module", pytest.param("real module", marks=pytest.mark.nightly)])
 def test_a_model_may_be_given_in_several_ways(kind, found):
     model = {"dict": CONFIG.to_dict(), "module": None, "real module": None}[kind]
     if kind != "dict":
@@ -173,6 +173,7 @@ def test_faster_links_shorten_a_simulated_step():
     assert simulate_step(dry_run, CLUSTER)[0].step_s < simulate_step(dry_run, slow)[0].step_s
 
 
+@pytest.mark.nightly
 def test_dry_runs_in_processes_of_their_own_are_the_same():
     layouts = [Layout(1, 2, 1, 2), Layout(2, 1, 2, 1), Layout(1, 1, 1, 3)]
     job = Job(CONFIG, 4, 32, "cuda")

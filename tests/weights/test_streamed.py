@@ -126,8 +126,8 @@ def uneven_steps(shape: Shape, kind: str, changes: dict[str, Any], checkpointing
             {"hidden_size": 20, "num_attention_heads": 2, "intermediate_size": 22, "vocab_size": 5},
             "none",
         ),
-        ("llama", (1, 2, 1, 2), {"vocab_size": 11}, "full"),
-        ("gpt2", (2, 2, 1, 1), {"vocab_size": 11}, "full"),
+        pytest.param("llama", (1, 2, 1, 2), {"vocab_size": 11}, "full", marks=pytest.mark.nightly),
+        pytest.param("gpt2", (2, 2, 1, 1), {"vocab_size": 11}, "full", marks=pytest.mark.nightly),
         ("gpt2", (1, 2, 2, 1), {"vocab_size": 11}, "none"),
     ],
 )

@@ -87,12 +87,22 @@ def dry_run(model: str, layout: Layout, optimizer: Any = "adamw", sequences: int
     )
 
 
-@pytest.mark.parametrize(("model", "layout"), POINTS, ids=str)
+# One point of each model for every change; its first layout, and of Llama also the one with the most options.
+FEW = {point[0]: point for point in reversed(POINTS)}
+EVERY_CHANGE = [*FEW.values(), POINTS[17]]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [point if point in EVERY_CHANGE else pytest.param(*point, marks=pytest.mark.nightly) for point in POINTS],
+    ids=str,
+)
 def test_the_closed_form_is_the_dry_run(model, layout):
     closed = memory(from_config(MODELS[model].to_dict()), layout, SEQUENCES * LENGTH)
     assert closed.total_bytes == pytest.approx(dry_run(model, layout).peak.bytes, rel=BAR), closed
 
 
+@pytest.mark.nightly
 def test_a_deep_model_is_no_further_off():
     config = LlamaConfig(**{**MODELS["llama"].to_dict(), "num_hidden_layers": 24})
     layout = Layout(1, 8, 1, 2, 1, "full")

@@ -40,7 +40,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         ((1, 1, 1, 1), 2),
         ((1, 2, 2, 2), None),
-        ((2, 1, 1, 2), 2),
+        pytest.param((2, 1, 1, 2), 2, marks=pytest.mark.nightly),
         pytest.param((1, 4, 1, 1), 1, marks=pytest.mark.nightly),
         pytest.param((2, 1, 2, 1), None, marks=pytest.mark.nightly),
     ],
@@ -114,7 +114,7 @@ def _local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
 def test_a_second_run_is_bit_identical(pool: RankPool, values: dict[str, Any], precision: str) -> None:
     run = on(values, (1, 2, 1, 2), engine={"precision": precision, "activation_checkpointing": "full"})
     assert all(pool.run(run_twice, 4, run))
@@ -179,7 +179,7 @@ def evaluating(run: RunConfig, stop_at: int | None = None) -> dict[int, float]:
     return train(run, Evaluation(run.evaluation.sequences, 1), saves=True, stop_at=stop_at)[0]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.nightly), "gpt2"])
 def test_fsdp2_weights_train_evaluate_and_resume(pool: RankPool, tmp_path: Path, kind: str) -> None:
     """After a forward without backward, as in an evaluation, FSDP2 keeps some weights gathered; they must not be saved."""
     run = on(write_run(tmp_path, kind), (1, 2, 1, 2), engine={"weights": "fsdp2"})
