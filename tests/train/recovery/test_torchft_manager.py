@@ -93,7 +93,7 @@ def copies(run: Any) -> bool:
     keys = ("step", "seed", "data", "optimizer")
     is_same = all(original.values[key] == copy.values[key] for key in keys)
     for name, held in original.tensors.items():
-        pairs = zip(held.shards, copy.tensors[name].pieces, strict=True)
+        pairs = zip(held.shards, copy.tensors[name].shards, strict=True)
         is_same &= all(torch.equal(a.local, b.local) for a, b in pairs)
     length = int.from_bytes(sent[:8], "little")
     generator = torch.Generator().manual_seed(0)
@@ -141,7 +141,7 @@ def test_a_rank_copies_tensors_of_which_it_holds_nothing(pool: RankPool, tmp_pat
 
 def holds_nothing_of_a_tensor(run: Any) -> bool:
     trainer = Trainer(run, Grid.create(run.shape))
-    return not all(held.pieces for held in state.capture(trainer.training).tensors.values())
+    return not all(held.shards for held in state.capture(trainer.training).tensors.values())
 
 
 @pytest.mark.parametrize(("shape", "optimizer"), [((1, 2, 1, 1), "adamw"), ((1, 1, 1, 2), "muon")])

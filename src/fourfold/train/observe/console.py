@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -235,9 +236,11 @@ class _Screen:
         left = "" if self._left_s is None or done == self._steps else f"{duration(self._left_s)} left"
         words = f"  {done:,} of {self._steps:,}   {done / self._steps:.0%}   {left}"
         width = max(10, min(60, self._console.width - len(words) - 2))
-        styles = {"style": "grey23", "complete_style": "cyan", "finished_style": "cyan"}
+        bar: Any = ProgressBar(
+            self._steps, done, width=width, style="grey23", complete_style="cyan", finished_style="cyan"
+        )
         line = Table.grid()
-        line.add_row(ProgressBar(self._steps, done, width=width, **styles), Text(words))
+        line.add_row(bar, Text(words))
         return line
 
 
