@@ -15,8 +15,6 @@ from transformers import (
 )
 
 from benchmarks.published_rows import gpt, in_scope
-from fourfold.hf.families import FAMILIES
-from fourfold.planner.inputs import workload as planned
 from fourfold.planner.inputs.workload import Workload, from_config
 
 SIZES = {"hidden_size": 96, "intermediate_size": 224, "num_hidden_layers": 3, "vocab_size": 1001}
@@ -54,13 +52,6 @@ def test_key_value_heads_in_falcons_words(changes, kv_heads):
         hidden_size=96, num_hidden_layers=2, num_attention_heads=8, vocab_size=501, **changes
     )
     assert from_config(config.to_dict()).kv_heads == kv_heads
-
-
-def test_slopes_are_those_that_the_engine_knows():
-    """With arguments for each head, attention is not cut by samples."""
-    for family in (*planned._GATED, *planned._UNGATED):
-        slopes = family in FAMILIES and bool(FAMILIES[family].head_arguments)
-        assert slopes == (family in planned._SLOPES), family
 
 
 def test_a_few_norms_of_heads_are_all_that_is_missing():
