@@ -390,7 +390,7 @@ WRONG: dict[str, Wrong] = {
     # -- the optimizer
     "optimizer before parallelize": Wrong(
         partial(optimizer, torch.optim.AdamW, before=True),
-        (r"^a parameter of shape \(64, 64\) is not on the grid", r"after parallelize\(model, grid\)"),
+        (r"^a parameter of shape \(64, 64\) is not a shard on the grid", r"after parallelize\(model, grid\)"),
         partial(optimizer, torch.optim.AdamW),
     ),
     "an optimizer of whole matrices": Wrong(

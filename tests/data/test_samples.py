@@ -159,7 +159,7 @@ def refuse(kind: str) -> None:
     model.config.use_cache = False
     check_documents_stay_apart(model, grid, rows=2, vocab_size=VOCABULARY)
     model.config.use_cache = True
-    with pytest.raises(ValueError, match=r"see each other .* 2 rows at a time.*use_cache=False"):
+    with pytest.raises(ValueError, match=r"attend to each other .* 2 rows at a time.*use_cache=False"):
         check_documents_stay_apart(model, grid, rows=2, vocab_size=VOCABULARY)
 
 

@@ -296,5 +296,5 @@ def refuse() -> None:
 
 def test_inexact_requests_are_rejected(pool: RankPool) -> None:
     pool.run(refuse, 2)
-    with pytest.raises(ValueError, match=r"matrices of a model's blocks, and Linear has none.*AdamW"):
+    with pytest.raises(ValueError, match=r"matrices of a model's blocks, but Linear has none.*AdamW"):
         split_matrices(nn.Linear(2, 3))

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -401,3 +402,22 @@ def test_an_optimizer_of_full_matrices_is_rejected(optimizer_class: type[torch.o
 def test_an_optimizer_made_before_parallelize_is_rejected() -> None:
     with pytest.raises(ValueError, match="after"):
         ff.sharded_optimizer(torch.optim.AdamW)(nn.Linear(2, 3).parameters())
+
+
+def output_without_tensors() -> str:
+    grid = Grid.create((1, 2, 1, 1))
+    model = build("llama")
+    ff.parallelize(model, grid, weights="fsdp2")
+    model.register_forward_hook(lambda *_: SimpleNamespace(loss=1.0), prepend=True)
+    ids, _ = batch(2)
+    with pytest.raises(ff.UnsupportedError) as caught:
+        model(input_ids=ids[grid.local_rows(2)])
+    return str(caught.value)
+
+
+def test_an_output_in_which_fsdp2_finds_no_tensor_is_rejected(pool: RankPool) -> None:
+    for message in pool.run(output_without_tensors, 2):
+        assert message.startswith(
+            "LlamaForCausalLM returns a SimpleNamespace, in which FSDP2 finds no tensor"
+        )
+        assert "weights='streamed'" in message

@@ -1,13 +1,13 @@
 """`fourfold.plan`: formulas select the candidates, the simulation over dry runs ranks them."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutput
 
 import fourfold as ff
 from fourfold.dry_run.events import Operation, Start
@@ -97,7 +97,7 @@ class Own(nn.Module):
 
     def forward(self, input_ids, labels, **more):
         logits = self.down(torch.relu(self.up(self.embed(input_ids))))
-        return SimpleNamespace(loss=self.loss_function(logits, labels, 96, **more))
+        return CausalLMOutput(loss=self.loss_function(logits, labels, 96, **more))
 
 
 def test_a_module_without_formulas_is_dry_run_on_every_grid():

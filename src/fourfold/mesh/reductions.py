@@ -1,8 +1,8 @@
 """Differentiable sums over an axis: a replicated tensor carries the complete gradient on each of its replicas.
 
-Each function is complete when it returns. The exception is a backward while two half-batches alternate
-(`parallel/batch_split.py`): there the gradient of an input is returned in flight, and the node that `await_gradient` puts
-in front of the operation waits for it, so that autograd runs the other half in between.
+Each function is complete when it returns, except where something useful can run before the gradient of an input is
+waited for: the other half of a split batch (`parallel/batch_split.py`), or the start of a reduce-scatter of streamed weights.
+There the gradient is returned in flight, and the node that `await_gradient` puts in front of the operation waits for it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class _AwaitGradient(torch.autograd.Function):
 
 def await_gradient(input: Tensor, collectives: Collectives) -> Tensor:
     """``input`` for an operation whose backward returns the gradient in flight."""
-    assert collectives.interleaving is not None
     input = cast(Tensor, _AwaitGradient.apply(input))  # type: ignore[no-untyped-call]
-    collectives.interleaving.begin_section()
+    if collectives.interleaving is not None:
+        collectives.interleaving.begin_section()
     return input
 
 

@@ -50,16 +50,11 @@ def sharded_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> Callable[
                     f"a parameter is given as a {type(parameter).__name__}; pass model.parameters(), or a list of groups "
                     "of them ({'params': ..., 'lr': ...})"
                 )
-            if not isinstance(parameter, DTensor):
+            if not _is_sharded(parameter):
                 raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is not on the grid; make the optimizer after "
-                    "parallelize(model, grid)"
-                )
-            is_on_grid = parameter.device_mesh.mesh_dim_names == AXES
-            if is_on_grid and isinstance(parameter.placements[AXES.index("z")], Replicate):
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is unsharded, as FSDP2 leaves it after a forward without a "
-                    "backward, and would not be trained; make the optimizer before the first forward"
+                    f"a parameter of shape {tuple(parameter.shape)} is not a shard on the grid: it is not of a parallel model, or "
+                    "it is gathered, as FSDP2 leaves it after a forward without a backward, and would not be trained; make the "
+                    "optimizer after parallelize(model, grid) and before the first forward"
                 )
             shard = nn.Parameter(
                 cast(DTensor, parameter.detach()).to_local(), requires_grad=parameter.requires_grad
@@ -86,3 +81,10 @@ def sharded_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> Callable[
 
     ShardedOptimizer.__name__ = ShardedOptimizer.__qualname__ = f"Sharded{optimizer_class.__name__}"
     return ShardedOptimizer
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    is_on_grid = parameter.device_mesh.mesh_dim_names == AXES
+    return not (is_on_grid and isinstance(parameter.placements[AXES.index("z")], Replicate))

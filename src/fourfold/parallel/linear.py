@@ -68,7 +68,10 @@ class FusedLinearGroup:
         out_axis: Axis | None,
         overlap: Overlap,
         tokens: Tokens | None = None,
+        *,
+        defers: bool = False,
     ) -> None:
+        self.defers = defers
         self.grid, self.in_axis, self.out_axis, self.overlap = grid, in_axis, out_axis, overlap
         self.tokens = tokens
         self.members: list[Linear4D] = []
@@ -123,7 +126,9 @@ class FusedLinearGroup:
         self.members.remove(member)
         self._product = None
         self._mine.results.pop(id(member), None)
-        alone = FusedLinearGroup(self.grid, self.in_axis, self.out_axis, self.overlap, self.tokens)
+        alone = FusedLinearGroup(
+            self.grid, self.in_axis, self.out_axis, self.overlap, self.tokens, defers=self.defers
+        )
         alone.members, alone.settled = [member], True
         member.group = alone
 
@@ -159,6 +164,7 @@ class FusedLinearGroup:
             members[0].transposed,
             self.overlap,
             self.grid.target,
+            self.defers,
             "+".join(m.name if i == 0 else m.name.rpartition(".")[2] for i, m in enumerate(members)),
         )
 

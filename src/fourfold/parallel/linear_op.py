@@ -12,7 +12,7 @@ features, or nothing:
 Activations that are replicated are the case in which every cut is "whole". An all-reduce sends as many bytes as a
 reduce-scatter and an all-gather, so all cuts cost the same traffic.
 
-The function is complete when it returns, except in a backward while two half-batches alternate (`mesh/reductions.py`).
+The function is complete when it returns; its backward may leave the gradient of the input in flight (`mesh/reductions.py`).
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Product:
     transposed: bool
     overlap: Overlap
     target: str
+    # Return the input's gradient in flight: streamed weights send the gradients of the weights before it is waited for.
+    defers: bool
     name: str
 
     @functools.cached_property
@@ -186,7 +188,7 @@ def sharded_product(
 ) -> tuple[Tensor, ...]:
     """The output of each member, its tokens in the dims of ``shapes``."""
     interleaving = product.collectives.interleaving
-    deferred = interleaving is not None and product.out_ranks > 1
+    deferred = product.out_ranks > 1 and (product.defers or interleaving is not None)
     if deferred:
         input = await_gradient(input, product.collectives)
     outputs = cast(

@@ -116,8 +116,7 @@ def arrange(
 
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
-    plain = weights == "fsdp2" and grid.x * grid.y == 1
-    replaced = replace_modules(model, grid, roles, dropout, inside, overlap, sequence, plain=plain)
+    replaced = replace_modules(model, grid, roles, dropout, inside, overlap, sequence, weights=weights)
 
     # 3. The loss of logits whose vocabulary is sharded over x, and of a batch that is sharded over z and data.
     guard = guard_loss(model, grid, replaced.vocab_size)

@@ -22,6 +22,7 @@ from fourfold.parallel.norm import Norm4D
 from fourfold.parallel.sequence import REPLICATED, show_full_shape
 from fourfold.parallel.sequence_roles import SequenceRoles, head_parts
 from fourfold.parallel.wrap import Inside
+from fourfold.weights.api import Weights
 from fourfold.weights.overlap import Overlap
 
 
@@ -46,14 +47,13 @@ def replace_modules(
     overlap: Overlap,
     sequence_roles: SequenceRoles | None = None,
     *,
-    plain: bool = False,
+    weights: Weights = "streamed",
 ) -> Replaced:
     """Replace every module of ``roles`` by its parallel form, in place; ``sequence_roles`` are for token-sharded activations.
 
-    With x = y = 1 every module stays the stock one. With ``plain`` its parameters also stay plain tensors, as FSDP2
-    expects them.
+    With x = y = 1 every module stays the stock one, and with FSDP2 its parameters stay plain tensors.
     """
-    return _Replacement(model, grid, dropout, inside, overlap, sequence_roles, plain).run(roles)
+    return _Replacement(model, grid, dropout, inside, overlap, sequence_roles, weights).run(roles)
 
 
 class _Replacement:
@@ -65,9 +65,10 @@ class _Replacement:
         inside: Inside,
         overlap: Overlap,
         sequence_roles: SequenceRoles | None,
-        plain: bool,
+        weights: Weights,
     ) -> None:
-        self.plain = plain
+        self.weights = weights
+        self.plain = weights == "fsdp2" and grid.x * grid.y == 1
         self.model, self.grid, self.dropout, self.inside, self.overlap = model, grid, dropout, inside, overlap
         self.sequence_roles = sequence_roles
         self.tokens = sequence_roles.tokens if sequence_roles else None
@@ -174,7 +175,12 @@ class _Replacement:
         key = (parent, in_features, role.in_axis, role.out_axis, transposed)
         if key not in self.siblings:
             self.siblings[key] = FusedLinearGroup(
-                self.grid, role.in_axis, role.out_axis, self.overlap, self.tokens
+                self.grid,
+                role.in_axis,
+                role.out_axis,
+                self.overlap,
+                self.tokens,
+                defers=self.weights == "streamed",
             )
         return self.siblings[key]
 

@@ -200,5 +200,6 @@ def memory_of(dry_run: DryRunEstimate) -> Memory:
 
     peak, events = dry_run.peak, dry_run.trace.events
     event = events[min(peak.event, len(events) - 1)]
-    held_bytes = [peak.by_category[category] for category in CATEGORIES]  # in the order of Memory's fields
-    return Memory(*held_bytes, moment=f"{event.phase} of {event.module or 'the model'}")
+    held_bytes: list[float] = [peak.by_category[category] for category in CATEGORIES]
+    moment = f"{event.phase} of {event.module or 'the model'}"
+    return Memory(*held_bytes, moment)  # type: ignore[arg-type, call-arg]  # the fields are the categories, in order

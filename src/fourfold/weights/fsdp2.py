@@ -19,6 +19,7 @@ from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, MixedPrecis
 # The interfaces of `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` (seen in torch 2.13.0).
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from fourfold.errors import UnsupportedError
 from fourfold.mesh.axes import Axis
@@ -64,6 +65,7 @@ class Fsdp2Weights:
             # Backward begins with the head: it stays gathered.
             shard(head, reshard_after_forward=False)
         shard(model)
+        model.register_forward_hook(_check_output)
         for module in model.modules():
             set_backend(module, self)
             if isinstance(module, FSDPModule):
@@ -114,6 +116,15 @@ class Fsdp2Weights:
         # Allocated in FSDP2's reduce-scatter stream, used in its all-reduce stream. FSDP2 keeps such a buffer from being
         # reused too early for its own all-reduce alone; here this does.
         gradient.record_stream(torch.cuda.current_stream())
+
+
+def _check_output(module: nn.Module, args: Any, output: Any) -> None:
+    """FSDP2 starts its backward at the tensors of the output that PyTorch's pytrees see; without one, it reduces nothing."""
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):
+        raise UnsupportedError(
+            f"{type(module).__name__.removeprefix('FSDP')} returns a {type(output).__name__}, in which FSDP2 finds no tensor, so "
+            "it would not reduce any gradient; return a tensor, a tuple, a dict or a ModelOutput, or use weights='streamed'"
+        )
 
 
 class _Local(torch.autograd.Function):

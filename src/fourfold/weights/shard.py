@@ -18,8 +18,8 @@ def choose_weights(weights: Weights, grid: Grid) -> tuple[Weights, str]:
     """The back end to use, and why."""
     if weights != "auto":
         return weights, "asked for"
-    if grid.z * grid.data == 1:
-        return "streamed", "auto: z = data = 1, nothing to gather"
+    if grid.shape == (1, 1, 1, 1):
+        return "streamed", "auto: one rank, nothing to gather"
     if grid.target == "cuda":
         return "fsdp2", "auto: PyTorch's own, for CUDA"
     return "streamed", f"auto: overlaps on {grid.target}, where FSDP2 has no streams to do so"

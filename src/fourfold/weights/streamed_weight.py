@@ -153,10 +153,12 @@ class StreamedWeight:
         assert self._block is not None
         gradient = self._block.grad
         self._block.grad = None
-        assert gradient is not None
-        gradient = gradient.float()
-        if self._accumulated is not None:
-            gradient = self._accumulated.add_(gradient)
+        if gradient is None:  # nothing of this backward depends on it
+            gradient = self._accumulated
+        else:
+            gradient = gradient.float()
+            if self._accumulated is not None:
+                gradient = self._accumulated.add_(gradient)
         self._accumulated = gradient if keep else None
         return None if keep else gradient
 
