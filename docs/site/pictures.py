@@ -212,7 +212,39 @@ def ranks() -> Picture:
     return p
 
 
-PICTURES: dict[str, Callable[[], Picture]] = {"weight": weight, "axes": axes, "block": block, "ranks": ranks}
+def packages() -> Picture:
+    """The packages of src, from the top down."""
+    p = Picture("The packages of Fourfold, from commands at the top to collectives at the bottom", 720, 470)
+    floors = [
+        ("commands", ["cli"]),
+        ("start and leave a run", ["launch", "drill", "export"]),
+        ("a run", ["train: loop, observe, resilience, recovery", "config"]),
+        ("before a run", ["planner: inputs, cost, calibrate, show", "dry_run"]),
+        ("around a step", ["checkpoint", "optim", "profiling"]),
+        ("a step in parallel", ["parallel", "weights"]),
+        ("what it works on", ["hf", "data"]),
+        ("ranks", ["mesh: axes, grid, collectives"]),
+    ]
+    left, width, height = 170, 520, 40
+    for floor, (words, names) in enumerate(floors):
+        top = 20 + floor * 56
+        p.text(left - 16, top + 25, words, "soft small", anchor="end")
+        each = (width - 12 * (len(names) - 1)) / len(names)
+        for i, name in enumerate(names):
+            p.box(left + i * (each + 12), top, each, height, "z-strong" if name == "parallel" else "plain")
+            p.text(left + i * (each + 12) + each / 2, top + 25, name, "small")
+        if floor:
+            p.arrow([(left + width / 2, top - 15), (left + width / 2, top - 2)])
+    return p
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "weight": weight,
+    "axes": axes,
+    "block": block,
+    "ranks": ranks,
+    "packages": packages,
+}
 
 
 def main() -> None:
