@@ -14,7 +14,7 @@ from fourfold.data.order import Order
 from fourfold.data.samples import Sample, Samples
 
 
-class Source(Protocol):
+class MixtureSource(Protocol):
     """Samples by index."""
 
     def __len__(self) -> int: ...
@@ -29,7 +29,7 @@ class Mixture:
     ``identity`` is what the stream depends on: save it with a checkpoint, and compare with `check_identity`.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[MixtureSource, ...]
     order: Order
     identity: dict[str, Any]
 

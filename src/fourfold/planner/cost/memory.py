@@ -39,7 +39,7 @@ NORM_BACKWARD_WIDE, NORM_BACKWARD_COPIES = 4, 2
 STREAMED_WINDOW = 5
 
 
-class Shard(NamedTuple):
+class ShardSizes(NamedTuple):
     """Elements on one rank before z shards them."""
 
     block: float
@@ -52,7 +52,7 @@ class Shard(NamedTuple):
     inner: float
 
 
-def shard_of(workload: Workload, y: int, x: int) -> Shard:
+def shard_of(workload: Workload, y: int, x: int) -> ShardSizes:
     """The part of a block, and of what is outside, that one (y, x) rank computes with."""
     w = workload
     cut = y * x
@@ -67,7 +67,7 @@ def shard_of(workload: Workload, y: int, x: int) -> Shard:
     window = matrices + matrices  # five in a row may reach into the next block
     largest = max(sum(window[i : i + STREAMED_WINDOW]) for i in range(len(matrices)))
     block = sum(matrices) + w.block_vectors / y
-    return Shard(block, sum(matrices), table, outside, largest, q, kv, inner)
+    return ShardSizes(block, sum(matrices), table, outside, largest, q, kv, inner)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def memory(
     workload: Workload,
     layout: Layout,
     tokens: float,
-    shard: Shard | None = None,
+    shard: ShardSizes | None = None,
     work_bytes: int = WORK_BYTES,
     optimizer: Optimizer = "adamw",
 ) -> Memory:
@@ -164,7 +164,7 @@ def memory(
 
 
 def _moments(
-    w: Workload, layout: Layout, tokens: float, shard: Shard, work_bytes: int, optimizer: Optimizer
+    w: Workload, layout: Layout, tokens: float, shard: ShardSizes, work_bytes: int, optimizer: Optimizer
 ) -> Iterator[Memory]:
     whole = w.layers * shard.block + shard.outside
     stored = whole / layout.z

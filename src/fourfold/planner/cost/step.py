@@ -22,7 +22,7 @@ from fourfold.planner.cost.block import Given, Pass, block_passes, ends_pass, to
 from fourfold.planner.cost.collective import Kind, collective_s
 from fourfold.planner.cost.compute import Kernels, memory_s
 from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
-from fourfold.planner.cost.memory import Memory, Shard, memory, shard_of
+from fourfold.planner.cost.memory import Memory, ShardSizes, memory, shard_of
 from fourfold.planner.cost.optimizer import Optimizer, OptimizerTime, muon_time
 from fourfold.planner.inputs.cluster import Cluster, Device
 from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
@@ -84,7 +84,7 @@ class Prices:
         return *block_passes(self.workload, self.length, given), ends_pass(self.workload, given)
 
     @cached_property
-    def shard(self) -> Callable[[int, int], Shard]:
+    def shard(self) -> Callable[[int, int], ShardSizes]:
         return functools.cache(functools.partial(shard_of, self.workload))
 
     def memory(self, layout: Layout, tokens: float) -> Memory:
@@ -191,7 +191,7 @@ def utilisation(
     return workload.model_flops(tokens, length) / possible, hardware / possible
 
 
-def _copies_s(prices: Prices, layout: Layout, shard: Shard) -> float:
+def _copies_s(prices: Prices, layout: Layout, shard: ShardSizes) -> float:
     """Weights that are copied twice in each micro-batch, those outside of blocks once; gradients in each."""
     gathered, gradient = copied_bytes(layout, prices.schedule.elementwise)
     blocks = prices.workload.layers * shard.block
@@ -214,7 +214,7 @@ class _Traffic(NamedTuple):
     calls: int  # collectives of a block each way
 
 
-def _traffic(prices: Prices, layout: Layout, shard: Shard) -> _Traffic:
+def _traffic(prices: Prices, layout: Layout, shard: ShardSizes) -> _Traffic:
     w, schedule, inner = prices.workload, prices.schedule, layout.y * layout.x
     data_bytes = schedule.data_bytes or schedule.gradient_bytes
 
@@ -238,7 +238,7 @@ class _Weights(NamedTuple):
 
 
 def _weights(
-    prices: Prices, layout: Layout, shard: Shard, forward: Pass, backward: Pass, recomputed: bool
+    prices: Prices, layout: Layout, shard: ShardSizes, forward: Pass, backward: Pass, recomputed: bool
 ) -> _Weights:
     schedule, slowdown = prices.schedule, prices.cluster.slowdown
     blocks, m = prices.workload.layers, layout.micro_batches
