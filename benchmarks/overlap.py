@@ -106,7 +106,6 @@ def worker(axis: str, options: argparse.Namespace) -> None:
         reports[name] = {
             "compute": middle.compute_s,
             "exposed": middle.exposed_s(),
-            "other": middle.other_s,
             "gloo": gloo_s,
         }
     if options.timeline:
@@ -146,7 +145,7 @@ def show(axis: str, result: dict[str, Any]) -> float:
         part = result["reports"][name]
         print(
             f"    {name:20} {times[name]!s:16} {ratio(times[name], limit):5.2f} x the limit   "
-            f"one step: compute {part['compute']:.3f} + exposed {part['exposed']:.3f} + other {part['other']:.3f} s; "
+            f"one step: compute {part['compute']:.3f} + exposed {part['exposed']:.3f} s; "
             f"Gloo's threads {part['gloo']:.3f} s on the CPU"
         )
     return ratio(times["everything"], limit)
@@ -166,7 +165,6 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
         parts = (
             ("compute", "computation", "#4878a8"),
             ("exposed", f"exposed on {axis}", "#d0743c"),
-            ("other", "other", "#b0b0b0"),
         )
         for key, label, colour in parts:
             heights = [max(0.0, result["reports"][name][key]) for name in names]
