@@ -54,6 +54,7 @@ def test_the_fitted_rows_are_the_smallest_of_each_machine():
     assert set(smallest) == set(published.AXONN_FITTED)
 
 
+@pytest.mark.nightly
 def test_a_held_out_run_does_not_move_a_prediction_and_a_fitted_one_does():
     before = published.judge_axonn(ON_PERLMUTTER, FIGURES)
     others = [

@@ -193,6 +193,7 @@ def test_function_may_end_the_process_group(pool: RankPool, ending: object) -> N
 
 
 @pytest.mark.parametrize("way", ["script", "module"])
+@pytest.mark.nightly
 def test_functions_of_the_main_module_run_and_main_is_not_run_again(tmp_path: Path, way: str) -> None:
     (tmp_path / "counting.py").write_text(
         textwrap.dedent("""

@@ -48,7 +48,7 @@ def test_dry_run_equals_the_real_run(pool, shape, weights, precision, activation
     ("checkpointing", "activations", "weights"),
     [
         ("none", "replicated", "fsdp2"),
-        ("full", "token-sharded", "streamed"),
+        pytest.param("full", "token-sharded", "streamed", marks=pytest.mark.nightly),
         pytest.param("none", "replicated", "streamed", marks=pytest.mark.nightly),
         pytest.param("full", "replicated", "streamed", marks=pytest.mark.nightly),
         pytest.param("full", "replicated", "fsdp2", marks=pytest.mark.nightly),
@@ -77,6 +77,7 @@ def test_expanded_trace_equals_the_trace_of_every_block(weights, checkpointing, 
     assert expanded.trace.before == whole.trace.before
 
 
+@pytest.mark.nightly
 def test_blocks_of_two_kinds_in_turns_are_traced_by_the_pair():
     kinds = ["sliding_attention", "full_attention"] * 6
     sizes = config(num_hidden_layers=12).to_dict()

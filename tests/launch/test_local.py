@@ -161,6 +161,7 @@ def test_init_writes_a_valid_run_config(values: dict[str, Any], tmp_path: Path, 
         assert words in said
 
 
+@pytest.mark.nightly
 def test_the_command_starts_ranks_stops_on_a_signal_and_resumes(tmp_path: Path) -> None:
     """SIGTERM reaches the ranks through torchrun's launcher; the next command resumes from their checkpoint."""
     values = write_run(tmp_path)

@@ -118,6 +118,7 @@ def test_an_argument_that_is_not_a_model_is_rejected():
         ff.plan(3, CLUSTER, 2, sequences=2, length=8)
 
 
+@pytest.mark.nightly
 def test_a_rank_plans_in_another_process(pool):
     assert pool.run(plan_on_a_rank, 1) == [2]
 
