@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fourfold as ff
 from benchmarks.ranks import RankPool
 from fourfold import Grid
+from fourfold.parallel.batch_split import BatchSplit
 from tests.models import assert_shards_close, batch, build, gradients, local_gradients
 
 Shape = tuple[int, int, int, int]
@@ -235,3 +236,19 @@ def test_the_report_says_whether_the_batch_is_split(
     shape: Shape, weights: str, interleave: Any, said: str, pool: RankPool
 ) -> None:
     assert said in pool.run(notes, 2, shape, weights, interleave)[0]
+
+
+def fail_before_the_other_half() -> tuple[str, list[str]]:
+    ran: list[str] = []
+
+    def first() -> None:
+        raise KeyError("the first half")
+
+    with pytest.raises(KeyError) as caught:
+        BatchSplit(Grid.create((1, 1, 1, 1))).run([first, lambda: ran.append("the second half")])
+    return str(caught.value), ran
+
+
+def test_a_half_does_not_start_after_the_other_failed(pool: RankPool) -> None:
+    """Its collectives would find no peers."""
+    assert pool.run(fail_before_the_other_half, 1) == [("'the first half'", [])]
