@@ -7,10 +7,16 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from hypothesis import settings
 
 from benchmarks.ranks import RankPool
 
 LIMIT_S = 600.0  # against hangs; a test may be slow when others use the cores
+
+
+# A busy machine is not a failure: no example has a deadline.
+settings.register_profile("fourfold", deadline=None)
+settings.load_profile("fourfold")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -197,7 +197,7 @@ def backward_before_the_other() -> tuple[int, int]:
 
 
 def test_backward_continues_while_gradients_are_in_flight(pool: RankPool) -> None:
-    in_flight, sent = pool.run(backward_before_the_other, 2, timeout_s=30)[0]
+    in_flight, sent = pool.run(backward_before_the_other, 2)[0]
     assert in_flight == sent - 1 == len(IN_ORDER) - 1
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fourfold.files import toml_value
 from fourfold.planner.inputs.measured import Measured, from_tables, row_keys
 
 
@@ -212,13 +213,13 @@ def to_toml(cluster: Cluster) -> str:
         >>> from_dict(tomllib.loads(to_toml(preset("alps-gh200")))) == preset("alps-gh200")
         True
     """
-    lines = [f"name = {_toml(cluster.name)}", f"source = {_toml(cluster.source)}"]
-    lines.append(f"assumed = {_toml(cluster.assumed)}")
+    lines = [f"name = {toml_value(cluster.name)}", f"source = {toml_value(cluster.source)}"]
+    lines.append(f"assumed = {toml_value(cluster.assumed)}")
     for section in _SECTIONS:
         lines += ["", f"[{section}]"]
         for key, value in dataclasses.asdict(getattr(cluster, section)).items():
             if value is not None:
-                lines.append(f"{key} = {_toml(value)}")
+                lines.append(f"{key} = {toml_value(value)}")
     return "\n".join(lines + _measured_lines(cluster.measured)) + "\n"
 
 
@@ -228,20 +229,12 @@ def _measured_lines(measured: Measured) -> list[str]:
     values = dataclasses.asdict(measured)
     rows = {key: values.pop(key) for key in row_keys()}
     lines = ["", "[measured]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
+    lines += [f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None]
     for key, tables in rows.items():
         for table in tables:
             lines += ["", f"[[measured.{key}]]"]
-            lines += [f"{name} = {_toml(value)}" for name, value in table.items()]
+            lines += [f"{name} = {toml_value(value)}" for name, value in table.items()]
     return lines
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
-    if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return repr(value)
 
 
 def _check_keys(where: str, given: dict[str, Any], known: list[str], advice: str = "") -> None:
