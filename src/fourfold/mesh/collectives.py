@@ -266,17 +266,15 @@ class Collectives:
 
     def _start(
         self,
-        axis: Axis,
-        kind: Kind,
-        purpose: Purpose,
-        module: str,
+        what: tuple[Axis, Kind, Purpose, str],
         payload: Tensor,
-        call: Callable[[], dist.Work | None],
+        call: Callable[[dist.ProcessGroup], Any],
         tensors: tuple[Tensor, ...],
         finish: Callable[[], None] | None = None,
     ) -> Pending:
+        axis, kind, purpose, module = what
         issued_ns = time.time_ns() if self.observers else None
-        work = cast(dist.Work, call())
+        work = cast(dist.Work, call(self._groups[axis]))
         if issued_ns is None:
             return Pending(work, tensors, finish)
         flight = self.report(axis, kind, purpose, payload, work, *tensors, module=module, issued_ns=issued_ns)
@@ -295,91 +293,70 @@ class Collectives:
         """Reduce ``tensor`` in place over an axis; nothing happens on no axis or one of a single rank."""
         if axis is None or self._sizes[axis] == 1:
             return _DONE
-        group = self._groups[axis]
-        return self._start(
-            axis,
-            "all_reduce",
-            purpose,
-            module,
-            tensor,
-            lambda: dist.all_reduce(tensor, op, group, async_op=True),
-            (tensor,),
-        )
+
+        def call(group: dist.ProcessGroup) -> Any:
+            return dist.all_reduce(tensor, op, group, async_op=True)
+
+        return self._start((axis, "all_reduce", purpose, module), tensor, call, (tensor,))
 
     def all_gather(
         self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose, *, module: str = ""
     ) -> Pending:
         """The ranks' tensors side by side along their first dim."""
         if self._sizes[axis] == 1:
-            output.view(-1).copy_(tensor.view(-1))
-            return _DONE
-        group = self._groups[axis]
-        return self._start(
-            axis,
-            "all_gather",
-            purpose,
-            module,
-            output,
+            return _copied(output, tensor)
+
+        def call(group: dist.ProcessGroup) -> Any:
             # Flat, because Gloo wants the output to be the inputs side by side along their first dim.
-            lambda: dist.all_gather_single(output.view(-1), tensor.view(-1), group, async_op=True),
-            (output, tensor),
-        )
+            return dist.all_gather_single(output.view(-1), tensor.view(-1), group, async_op=True)
+
+        return self._start((axis, "all_gather", purpose, module), output, call, (output, tensor))
 
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose, *, module: str = ""
     ) -> Pending:
         """This rank's part of the sum of the ranks' tensors, split along their first dim."""
         if self._sizes[axis] == 1:
-            output.view(-1).copy_(tensor.view(-1))
-            return _DONE
-        group, flat = self._groups[axis], tensor.view(-1)
+            return _copied(output, tensor)
+        what: tuple[Axis, Kind, Purpose, str] = (axis, "reduce_scatter", purpose, module)
+        flat = tensor.view(-1)
         if not self._on_gloo:
-            return self._start(
-                axis,
-                "reduce_scatter",
-                purpose,
-                module,
-                tensor,
-                lambda: dist.reduce_scatter_single(
+
+            def scatter(group: dist.ProcessGroup) -> Any:
+                return dist.reduce_scatter_single(
                     output.view(-1), flat, dist.ReduceOp.SUM, group, async_op=True
-                ),
-                (output, tensor),
-            )
+                )
+
+            return self._start(what, tensor, scatter, (output, tensor))
         # Gloo's own reduce-scatter is an all-reduce of a copy and sends twice what is needed. Each rank can as well
         # get the parts that are its own and add them up, in the order of the ranks.
         parts = torch.empty_like(flat)
 
+        def exchange(group: dist.ProcessGroup) -> Any:
+            return dist.all_to_all_single(parts, flat, group=group, async_op=True)
+
         def add_up() -> None:
             torch.sum(parts.view(self._sizes[axis], -1), dim=0, out=output.view(-1))
 
-        return self._start(
-            axis,
-            "reduce_scatter",
-            purpose,
-            module,
-            tensor,
-            lambda: dist.all_to_all_single(parts, flat, group=group, async_op=True),
-            (output, tensor, parts),
-            add_up,
-        )
+        return self._start(what, tensor, exchange, (output, tensor, parts), add_up)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose, *, module: str = ""
     ) -> Pending:
         """Part i of ``tensor``, split along its first dim, goes to rank i; ``output`` has what the ranks sent here."""
         if self._sizes[axis] == 1:
-            output.view(-1).copy_(tensor.view(-1))
-            return _DONE
-        group = self._groups[axis]
-        return self._start(
-            axis,
-            "all_to_all",
-            purpose,
-            module,
-            tensor,
-            lambda: dist.all_to_all_single(output.view(-1), tensor.view(-1), group=group, async_op=True),
-            (output, tensor),
-        )
+            return _copied(output, tensor)
+
+        def call(group: dist.ProcessGroup) -> Any:
+            return dist.all_to_all_single(output.view(-1), tensor.view(-1), group=group, async_op=True)
+
+        return self._start((axis, "all_to_all", purpose, module), tensor, call, (output, tensor))
+
+
+def _copied(output: Tensor, tensor: Tensor) -> Pending:
+    """On an axis of one rank."""
+    output.view(-1).copy_(tensor.view(-1))
+    return _DONE
 
 
 class _Counter:
