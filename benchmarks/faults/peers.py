@@ -31,7 +31,7 @@ from benchmarks.ranks import RankError, RankPool
 from fourfold.config.run_file import load_run
 from fourfold.drill.fault import Fault
 from fourfold.drill.injector import Injector
-from fourfold.mesh.collectives import InFlightCollective
+from fourfold.mesh.collectives import InFlightCollective, Observer
 from fourfold.mesh.grid import Grid
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.resilience.hang import HangDetector, LostRanks
@@ -159,7 +159,7 @@ def wait_for_ends(folder: Path, ranks: Sequence[int]) -> dict[int, float]:
 # -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
-class Diary(Callback):
+class Diary(Callback, Observer):
     """Records the collectives of each axis, independently of the code under test."""
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -181,8 +181,6 @@ class Diary(Callback):
 
     def waited(self, flight: InFlightCollective) -> None:
         self._flights = [item for item in self._flights if item[2] is not flight]
-
-    def failed(self, flight: InFlightCollective, error: Exception) -> None: ...
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         time.sleep(0.05)  # long enough for heartbeats between steps

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fourfold.checkpoint import folder as files
 from fourfold.checkpoint.commit import step_of
 from fourfold.drill.fault import FILE_POINTS, Fault, Point
-from fourfold.mesh.collectives import InFlightCollective
+from fourfold.mesh.collectives import InFlightCollective, Observer
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 
 SPIKE = 1e4  # times the gradient
@@ -144,7 +144,7 @@ def faults_in_files(faults: RankFaults) -> Iterator[None]:
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
-class Injector(Callback):
+class Injector(Callback, Observer):
     """Causes faults in a run. Put it first among the callbacks, so that the others see its effects."""
 
     def __init__(self, faults: Sequence[Fault], *, record: Path | None = None) -> None:
@@ -198,10 +198,6 @@ class Injector(Callback):
 
     def started(self, flight: InFlightCollective, *tensors: Tensor) -> None:
         self._faults.trigger("collective", f"{flight.axis} {flight.kind} {flight.module or flight.purpose}")
-
-    def waited(self, flight: InFlightCollective) -> None: ...
-
-    def failed(self, flight: InFlightCollective, error: Exception) -> None: ...
 
     def _forward_hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:

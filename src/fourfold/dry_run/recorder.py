@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from fourfold.dry_run.events import Event, Operation, Phase, Start, Trace, Wait, Work
 from fourfold.dry_run.memory import Category
-from fourfold.mesh.collectives import InFlightCollective
+from fourfold.mesh.collectives import InFlightCollective, Observer
 from fourfold.mesh.grid import Grid
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ _ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode, Observer):
     """Enter it inside of the fake tensor mode; the caller that runs the step sets `phase`."""
 
     # Half-batches, each in its thread, are recorded as well (`interleave.py`).
@@ -231,8 +231,6 @@ class Recorder(TorchDispatchMode):
             start = self._flights.pop(id(flight))[1]
             phase, _ = self._where()
             self.events.append(Wait(phase, start.module, start.axis, start.kind, start.purpose))
-
-    def failed(self, flight: InFlightCollective, error: Exception) -> None: ...
 
     def _label_new(self, tensors: tuple[Tensor, ...], category: Category) -> None:
         for tensor in tensors:

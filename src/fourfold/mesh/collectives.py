@@ -96,7 +96,7 @@ class InFlightCollective:
     work: dist.Work | None = field(default=None, repr=False, compare=False)
 
 
-class Observer(Protocol):
+class Observer:
     """Is told of each collective when it starts, and when it has been waited for."""
 
     def started(self, flight: InFlightCollective, *tensors: Tensor) -> None: ...
@@ -359,7 +359,7 @@ def _copied(output: Tensor, tensor: Tensor) -> Pending:
     return _DONE
 
 
-class _Counter:
+class _Counter(Observer):
     """Sums calls, bytes and exposed seconds."""
 
     def __init__(self, collectives: Collectives) -> None:
@@ -378,10 +378,6 @@ class _Counter:
             # The older half, which the device is past: for the newest the host would wait.
             self._read(_MAX_UNREAD // 2)
 
-    def waited(self, flight: InFlightCollective) -> None: ...
-
-    def failed(self, flight: InFlightCollective, error: Exception) -> None: ...
-
     def entries(self) -> list[Entry]:
         self._read()
         return [self._entries[key] for key in sorted(self._entries)]
@@ -398,7 +394,7 @@ class _Counter:
         self._entries[key] = more if had is None else had + more
 
 
-class _Recorder:
+class _Recorder(Observer):
     """Keeps every collective, with the moment of its end where the host learns it."""
 
     def __init__(self, sees_end: bool) -> None:
@@ -413,7 +409,3 @@ class _Recorder:
                 flight.done_ns = time.time_ns()
 
             flight.work.get_future().add_done_callback(landed)
-
-    def waited(self, flight: InFlightCollective) -> None: ...
-
-    def failed(self, flight: InFlightCollective, error: Exception) -> None: ...

@@ -45,27 +45,8 @@ def await_gradient(input: Tensor, collectives: Collectives) -> Tensor:
     return input
 
 
-class _SumForward(torch.autograd.Function):
-    """Partial sums become one replicated tensor; its gradient is complete already, on each rank."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis, purpose: Purpose, module: str
-    ) -> Tensor:
-        total = tensor.clone()
-        pending = collectives.all_reduce(total, axis, purpose, module=module)
-        if collectives.interleaving is not None and _is_large(purpose):
-            collectives.interleaving.switch()
-        pending.wait()
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return gradients[0], None, None, None, None
-
-
-class _SumBackward(torch.autograd.Function):
-    """A replicated tensor is used by sharded work: the ranks' partial gradients are summed."""
+class _Sum(torch.autograd.Function):
+    """Sums over an axis, in forward, in backward, or in both; the other direction is the identity."""
 
     @staticmethod
     def forward(
@@ -75,25 +56,35 @@ class _SumBackward(torch.autograd.Function):
         axis: Axis,
         purpose: Purpose,
         module: str,
+        directions: tuple[bool, bool],
         deferred: bool,
     ) -> Tensor:
+        in_forward, ctx.in_backward = directions
         ctx.collectives, ctx.axis, ctx.purpose = collectives, axis, purpose
         ctx.module, ctx.deferred = module, deferred
-        return tensor.view_as(tensor)
+        if not in_forward:
+            return tensor.view_as(tensor)
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        pending = collectives.all_reduce(total, axis, purpose, module=module)
+        if collectives.interleaving is not None and _is_large(purpose):
+            collectives.interleaving.switch()
+        pending.wait()
+        return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        gradient = gradients[0]
-        # Gradients of parameters are reduced in fp32, whatever precision computes them.
-        dtype = torch.float32 if ctx.purpose == "replica" else gradient.dtype
-        total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        pending = ctx.collectives.all_reduce(total, ctx.axis, ctx.purpose, module=ctx.module)
-        if ctx.deferred:
-            total = put_in_flight(total, pending)
-        else:
-            pending.wait()
-            total = total.to(gradient.dtype)
-        return total, None, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        gradient = total = gradients[0]
+        if ctx.in_backward:
+            # Gradients of parameters are reduced in fp32, whatever precision computes them.
+            dtype = torch.float32 if ctx.purpose == "replica" else gradient.dtype
+            total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            pending = ctx.collectives.all_reduce(total, ctx.axis, ctx.purpose, module=ctx.module)
+            if ctx.deferred:
+                total = put_in_flight(total, pending)
+            else:
+                pending.wait()
+                total = total.to(gradient.dtype)
+        return total, None, None, None, None, None, None
 
 
 def _is_large(purpose: Purpose) -> bool:
@@ -101,53 +92,40 @@ def _is_large(purpose: Purpose) -> bool:
     return purpose not in ("norm", "replica")
 
 
-def sum_forward(
-    tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str = ""
+def _sum(
+    tensor: Tensor,
+    collectives: Collectives,
+    axis: Axis | None,
+    purpose: Purpose,
+    module: str,
+    in_forward: bool,
+    in_backward: bool,
 ) -> Tensor:
     if axis is None or collectives.size(axis) == 1:
         return tensor
-    return cast(Tensor, _SumForward.apply(tensor, collectives, axis, purpose, module))  # type: ignore[no-untyped-call]
+    deferred = in_backward and collectives.interleaving is not None and _is_large(purpose)
+    if deferred:
+        tensor = await_gradient(tensor, collectives)
+    arguments = (tensor, collectives, axis, purpose, module, (in_forward, in_backward), deferred)
+    return cast(Tensor, _Sum.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def sum_forward(
+    tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str = ""
+) -> Tensor:
+    """Partial sums become one replicated tensor; its gradient is complete already, on each rank."""
+    return _sum(tensor, collectives, axis, purpose, module, True, False)
 
 
 def sum_backward(
     tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str = ""
 ) -> Tensor:
-    if axis is None or collectives.size(axis) == 1:
-        return tensor
-    deferred = collectives.interleaving is not None and _is_large(purpose)
-    if deferred:
-        tensor = await_gradient(tensor, collectives)
-    return cast(
-        Tensor,
-        _SumBackward.apply(tensor, collectives, axis, purpose, module, deferred),  # type: ignore[no-untyped-call]
-    )
-
-
-class _SumBoth(torch.autograd.Function):
-    """A sum over sharded features, used by sharded features: summed over the axis in each direction."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, collectives: Collectives, axis: Axis, purpose: Purpose, module: str
-    ) -> Tensor:
-        ctx.arguments = collectives, axis, purpose, module
-        return _summed(tensor, *ctx.arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _summed(gradients[0], *ctx.arguments), None, None, None, None
-
-
-def _summed(tensor: Tensor, collectives: Collectives, axis: Axis, purpose: Purpose, module: str) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    collectives.all_reduce(total, axis, purpose, module=module).wait()
-    return total
+    """A replicated tensor is used by sharded work: the ranks' partial gradients are summed."""
+    return _sum(tensor, collectives, axis, purpose, module, False, True)
 
 
 def sum_both(
     tensor: Tensor, collectives: Collectives, axis: Axis | None, purpose: Purpose, module: str = ""
 ) -> Tensor:
     """A sum over sharded features by which sharded features are then scaled, as in a norm."""
-    if axis is None or collectives.size(axis) == 1:
-        return tensor
-    return cast(Tensor, _SumBoth.apply(tensor, collectives, axis, purpose, module))  # type: ignore[no-untyped-call]
+    return _sum(tensor, collectives, axis, purpose, module, True, True)

@@ -41,7 +41,7 @@ def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Mod
             inside, gradient_axes = self.__dict__["_local_view"]
             parameter = self._parameters[key]
             # Outside of forward (FSDP2, the optimizer, a state dict) it is the parameter itself.
-            if not isinstance(parameter, DTensor) or not inside:
+            if not inside.depth or not isinstance(parameter, DTensor):
                 return parameter
             return read_weight(self, key, gradient_axes[key])
 
@@ -49,7 +49,7 @@ def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Mod
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inside, _ = self.__dict__["_local_view"]
-        with inside.entered():  # also if a user calls the module on its own
+        with inside:  # also if a user calls the module on its own
             return cls.forward(self, *args, **kwargs)
 
     members = {key: reader(key) for key in keys}

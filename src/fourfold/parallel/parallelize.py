@@ -25,7 +25,7 @@ from fourfold.parallel.options import (
     Options,
     check_model,
 )
-from fourfold.parallel.replace_modules import replace_modules
+from fourfold.parallel.replace_modules import ModuleReplacement
 from fourfold.parallel.report import Decisions, Report, compose_report
 from fourfold.parallel.sequence_roles import choose_activations
 from fourfold.parallel.wrap import Inside, disable_caches, wrap_block, wrap_model
@@ -116,7 +116,7 @@ def arrange(
 
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
-    replaced = replace_modules(model, grid, roles, dropout, inside, overlap, sequence, weights=weights)
+    replaced = ModuleReplacement(model, grid, dropout, inside, overlap, sequence, weights).run(roles)
 
     # 3. The loss of logits whose vocabulary is sharded over x, and of a batch that is sharded over z and data.
     guard = guard_loss(model, grid, replaced.vocab_size)

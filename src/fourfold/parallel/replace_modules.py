@@ -38,25 +38,13 @@ class Replaced:
     groups: list[FusedLinearGroup] = field(default_factory=list)
 
 
-def replace_modules(
-    model: nn.Module,
-    grid: Grid,
-    roles: list[Role],
-    dropout: Dropout | None,
-    inside: Inside,
-    overlap: Overlap,
-    sequence_roles: SequenceRoles | None = None,
-    *,
-    weights: Weights = "streamed",
-) -> Replaced:
-    """Replace every module of ``roles`` by its parallel form, in place; ``sequence_roles`` are for token-sharded activations.
+class ModuleReplacement:
+    """Replaces every module that has a role by its parallel form, in place.
 
-    With x = y = 1 every module stays the stock one, and with FSDP2 its parameters stay plain tensors.
+    ``sequence_roles`` are for token-sharded activations. With x = y = 1 every module stays the stock one, and with FSDP2
+    its parameters stay plain tensors.
     """
-    return _Replacement(model, grid, dropout, inside, overlap, sequence_roles, weights).run(roles)
 
-
-class _Replacement:
     def __init__(
         self,
         model: nn.Module,

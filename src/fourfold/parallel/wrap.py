@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,21 +18,16 @@ from fourfold.parallel.sequence import Tokens
 
 
 class Inside:
-    """True while a forward runs: then stock modules read local tensors although their parameters are DTensors."""
+    """Entered while a forward runs: then stock modules read local tensors although their parameters are DTensors."""
 
     def __init__(self) -> None:
-        self._depth = 0
+        self.depth = 0
 
-    def __bool__(self) -> bool:
-        return self._depth > 0
+    def __enter__(self) -> None:
+        self.depth += 1
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
 
 
 def wrap_model(
@@ -53,7 +48,7 @@ def wrap_model(
         if guard is not None:
             guard.expect()
         try:
-            with inside.entered(), tokens.using(None) if tokens is not None else nullcontext():
+            with inside, tokens.using(None) if tokens is not None else nullcontext():
                 output = inner(*args, **kwargs)
         finally:
             if dropout is not None:
@@ -84,7 +79,7 @@ def wrap_block(
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with inside.entered():
+        with inside:
             if dropout is None:
                 return inner(*args, **kwargs)
             dropout.forget()

@@ -164,7 +164,9 @@ class StreamedWeight:
 
     def set_gradient(self, shard_gradient: Tensor) -> None:
         parameter = cast(DTensor, self.parameter)
-        local = shard_gradient.view(-1)[: parameter._local_tensor.numel()].view(parameter._local_tensor.shape)
+        local, shape = shard_gradient, parameter._local_tensor.shape
+        if local.shape != shape:
+            local = local.view(-1)[: shape.numel()].view(shape)
         if parameter.grad is not None:
             cast(DTensor, parameter.grad)._local_tensor.add_(local)
             return

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from fourfold.mesh.axes import Axis
-from fourfold.mesh.collectives import InFlightCollective
+from fourfold.mesh.collectives import InFlightCollective, Observer
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RankStatus:
 JSON = TypeAdapter(RankStatus)
 
 
-class CollectiveTracker:
+class CollectiveTracker(Observer):
     """Observes collectives, and keeps those that are in flight. ``now`` gives the current step and activity."""
 
     def __init__(self, rank: int, now: Callable[[], tuple[int, str]], *, host_waits: bool) -> None:
