@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.faults import traced_run
+from benchmarks.faults.damage import damage, swap_files
 from benchmarks.faults.row import Row, all_right
 from benchmarks.ranks import RankPool
 from fourfold.checkpoint import Checkpoints, SaveError, commit
@@ -31,7 +32,6 @@ from fourfold.checkpoint.retention import newest_valid, steps
 from fourfold.checkpoint.state import TrainState
 from fourfold.config.run_file import load_run
 from fourfold.drill.fault import Action, Fault, Point
-from fourfold.drill.files import damage, swap_files
 from fourfold.drill.injector import RankFaults, faults_in_files, hooked_files
 from fourfold.mesh.grid import Grid
 from fourfold.train.loop.trainer import Trainer

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fourfold.checkpoint
+from benchmarks.faults.damage import swap_files
 from benchmarks.ranks import RankError, RankPool
 from fourfold.checkpoint import Checkpoints, SaveError, commit, storage
 from fourfold.checkpoint.folder import Folder, open_folder
@@ -22,8 +23,8 @@ from fourfold.checkpoint.manifest import CorruptCheckpointError, find_damage
 from fourfold.checkpoint.retention import newest_valid, steps
 from fourfold.checkpoint.storage import Reader
 from fourfold.cli.main import main
+from fourfold.drill.drill import flip_bit
 from fourfold.drill.fault import Fault, Point
-from fourfold.drill.files import flip_bit, swap_files
 from fourfold.drill.injector import RankFaults, faults_in_files
 from tests.checkpoints import advance, assert_same, numbers, save_steps, start
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -245,7 +246,7 @@ def test_a_run_on_a_cluster_is_compared_by_its_checkpoints(
     assert pool.run(as_rank, 1, [*words, kill, "--compare"]) == [0]  # also inside a job step
     assert main([*words, "--compare", "--fault=kill:at=optimizer,step=6"]) == 1
     assert "step=6 has not happened" in capfd.readouterr().out
-    drill.damage(tmp_path / "disturbed/checkpoints/step-8", 0)
+    drill.flip_bit(tmp_path / "disturbed/checkpoints/step-8/rank-0.safetensors", random.Random(0))
     assert main([*words, "--compare"]) == 1
     assert "no valid checkpoint of step 8" in capfd.readouterr().out
 

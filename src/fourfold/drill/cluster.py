@@ -14,7 +14,7 @@ from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
 from fourfold.drill.drill import NOTES, changes_for, compare, injected_faults, without_trackers
 from fourfold.drill.fault import Fault
-from fourfold.drill.scenario import check_fault, last_step, scenario_for
+from fourfold.drill.scenario import EXPECTED, check_fault, last_step, scenario_for
 
 # How often torchrun or Slurm has restarted this rank.
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -59,7 +59,7 @@ def judge(folder: Path, faults: Sequence[Fault]) -> tuple[list[str], str]:
         return [
             f"{run}: {what} has{' not' if missing else ''} happened there, according to {run / 'logs' / NOTES}"
         ], ""
-    known = [scenario_for(fault, 0.0).expected for fault in notes]
+    known = [EXPECTED[fault.action] for fault in notes]
     wrong = [
         line for fault, expected in zip(notes, known, strict=True) for line in expected.check(run, fault)
     ]

@@ -7,6 +7,7 @@ the checkpoint of the undisturbed run, bit for bit.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,7 @@ from fourfold.checkpoint.retention import steps
 from fourfold.checkpoint.state import VALUES
 from fourfold.config.schema import RunConfig
 from fourfold.drill.fault import Fault
-from fourfold.drill.files import damage
-from fourfold.drill.scenario import SAVE_EVERY, STEPS, Scenario
+from fourfold.drill.scenario import EXPECTED, SAVE_EVERY, STEPS, Scenario
 from fourfold.train.observe.metrics import read_metrics
 
 MARKER = ".fourfold-drill"  # a file that marks a folder as a drill's, which may be emptied
@@ -60,26 +60,36 @@ def _run_scenario(run: Path, scenario: Scenario, launch: Launch, undisturbed: Pa
     fault = scenario.fault
     if fault is None:
         shutil.copytree(undisturbed, run)
-        file, kind = damage(run / "checkpoints" / step_name(STEPS), seed)
+        choose = random.Random(seed)
+        file = choose.choice(sorted((run / "checkpoints" / step_name(STEPS)).iterdir()))
+        flip_bit(file, choose)
         code = launch(changes, [])
-        wrong = [] if code == 0 else [f"{kind} of {file.name}: restarted, it ended with exit code {code}"]
-        aside = list((run / "checkpoints").glob(f"{step_name(STEPS)}.damaged-*"))
-        return (
-            wrong + ([] if aside else [f"{kind} of {file.name} was not detected"]) + compare(run, undisturbed)
-        )
+        wrong = [] if code == 0 else [f"restarted, it ended with exit code {code}"]
+        if not list((run / "checkpoints").glob(f"{step_name(STEPS)}.damaged-*")):
+            wrong.append(f"the flipped bit of {file.name} was not detected")
+        return wrong + compare(run, undisturbed)
     if fault.action == "slow" and not fault.seconds:
         usual_s = median(line["seconds"] for line in read_metrics(undisturbed / "logs"))
         fault = replace(fault, seconds=round(max(0.2, SLOWER * usual_s), 3))
     code = launch(changes, [fault])
     wrong = [] if fault in injected_faults(run) else ["it never happened: no rank reached that point"]
-    wrong += scenario.expected.check(run, fault)
-    if scenario.expected.continues:
+    expected = EXPECTED[fault.action]
+    wrong += expected.check(run, fault)
+    if expected.continues:
         wrong += [] if code == 0 else [f"it ended with exit code {code}, and should have continued"]
     else:
         wrong += [] if code != 0 else ["it ended as if nothing had happened"]
         code = launch(changes, [])
         wrong += [] if code == 0 else [f"restarted, it ended with exit code {code}"]
-    return wrong + (compare(run, undisturbed) if scenario.expected.exact else [])
+    return wrong + (compare(run, undisturbed) if expected.exact else [])
+
+
+def flip_bit(file: Path, choose: random.Random) -> None:
+    """Flip a bit of a file, as a failing disk or a copy may."""
+    data = bytearray(file.read_bytes())
+    bit = choose.randrange(8 * len(data))
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
 
 
 def injected_faults(run: Path) -> list[Fault]:

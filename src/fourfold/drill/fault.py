@@ -79,11 +79,10 @@ class Fault:
         return at == self.at and in_time and fnmatchcase(name, self.name)
 
     def __str__(self) -> str:
-        usual = Fault(self.action, self.at) if self.action in get_args(Action) else self
         options = [
             f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if field.name not in ("action", "at") and getattr(self, field.name) != getattr(usual, field.name)
+            for field in fields(self)[2:]
+            if getattr(self, field.name) != field.default
         ]
         return ",".join([f"{self.action}:at={self.at}", *options])
 
@@ -91,23 +90,18 @@ class Fault:
     def parse(text: str) -> Fault:
         """The fault of a text such as ACTION:at=POINT,rank=R,step=S, as `str` writes it."""
         action, _, rest = text.strip().partition(":")
-        kinds: dict[str, Any] = {
-            "rank": int,
-            "step": int,
-            "nth": int,
-            "steps": int,
-            "seed": int,
-            "seconds": float,
+        numbers = {
+            f.name: int if f.type == "int" else float for f in fields(Fault) if f.type in ("int", "float")
         }
         values: dict[str, Any] = {}
         for part in filter(None, rest.split(",")):
             key, equals, value = part.partition("=")
-            if not equals or key not in {"at", "name", *kinds}:
+            if not equals or key not in {"at", "name", *numbers}:
                 raise ValueError(
                     f"{part!r} of the fault {text!r} is not known; use at, rank, step, name, nth, seconds, steps or seed, "
                     "such as kill:at=fsync,rank=1,step=4"
                 )
-            if key in kinds and not re.fullmatch(r"\d+(\.\d+)?" if key == "seconds" else r"\d+", value):
+            if key in numbers and not re.fullmatch(r"\d+(\.\d+)?" if key == "seconds" else r"\d+", value):
                 raise ValueError(f"{key}={value} of the fault {text!r} is not a number")
-            values[key] = kinds.get(key, str)(value)
+            values[key] = numbers.get(key, str)(value)
         return Fault(action, values.pop("at", "step"), **values)  # type: ignore[arg-type]

@@ -13,23 +13,20 @@ from fourfold.train.resilience.bad_steps import AT_LEAST
 from fourfold.train.resilience.stragglers import INTERVALS
 
 STEPS, SAVE_EVERY = 8, 2
+Check = Callable[[Path, Fault], list[str]]  # of a run's folder; returns what is wrong
 
-# -- checks of a run's folder; each returns what is wrong --------------------------------------------------------------
-
-
-def _no_check(run: Path, fault: Fault) -> list[str]:
-    return []
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _skipped_a_step(run: Path, fault: Fault) -> list[str]:
-    """All replicas skipped the step, whichever of them detected the fault."""
-    skipped = _last_metric(run, "skipped_steps")
-    return [] if skipped == 1 else [f"skipped_steps is {skipped} at the end, not 1"]
+def _ends_with(metric: str, value: float) -> Check:
+    """All replicas skip a step or roll back together, whichever of them detected the fault."""
 
+    def check(run: Path, fault: Fault) -> list[str]:
+        lines = read_metrics(run / "logs") if (run / "logs" / METRICS).exists() else []
+        found = lines[-1].get(metric) if lines else None
+        return [] if found == value else [f"{metric} is {found} at the end, not {value}"]
 
-def _rolled_back(run: Path, fault: Fault) -> list[str]:
-    found = _last_metric(run, "rollbacks")
-    return [] if found == 1 else [f"rollbacks is {found} at the end, not 1"]
+    return check
 
 
 def _names_the_straggler(run: Path, fault: Fault) -> list[str]:
@@ -37,8 +34,7 @@ def _names_the_straggler(run: Path, fault: Fault) -> list[str]:
     lasts = fault.step == 0 or fault.step <= STEPS + 1 - INTERVALS <= STEPS < fault.step + fault.steps
     if not lasts or fault.at not in ("step", "forward", "gradients", "optimizer"):
         return []
-    found = _last_metric(run, "straggler")
-    return [] if found == fault.rank else [f"straggler is {found} at the end, not {fault.rank}"]
+    return _ends_with("straggler", fault.rank)(run, fault)
 
 
 def _names_the_stopped_rank(run: Path, fault: Fault) -> list[str]:
@@ -47,11 +43,6 @@ def _names_the_stopped_rank(run: Path, fault: Fault) -> list[str]:
     return (
         [] if f"rank {fault.rank} never arrived" in said else [f"rank {fault.rank} is not named: {said:.300}"]
     )
-
-
-def _last_metric(run: Path, name: str) -> float | None:
-    lines = read_metrics(run / "logs") if (run / "logs" / METRICS).exists() else []
-    return lines[-1].get(name) if lines else None
 
 
 # -- by action ---------------------------------------------------------------------------------------------------------
@@ -66,39 +57,21 @@ class Expected:
     # Does it end exactly as the undisturbed run? Not if a step was skipped.
     exact: bool = True
     # Checks of its folder in addition.
-    check: Callable[[Path, Fault], list[str]] = _no_check
-    # Changes of the run config for this scenario, given the drill's timeout.
-    changes: Callable[[Fault, float], tuple[str, ...]] = lambda fault, timeout_s: ()
+    check: Check = lambda run, fault: []
     ranks: int = 1
+    # With two, replicas differ because of it, and roll back to an earlier checkpoint.
     replicas: int = 1
-    # Do replicas differ because of it, and roll back to an earlier checkpoint?
-    rolls_back: bool = False
 
 
 EXPECTED: dict[Action, Expected] = {
     "kill": Expected(),
     "eio": Expected(),
     "enospc": Expected(),
-    "stop": Expected(
-        check=_names_the_stopped_rank,
-        changes=lambda fault, timeout_s: (f"reliability.timeout_s={timeout_s:g}",),
-        ranks=2,
-    ),
-    "slow": Expected(
-        continues=True,
-        check=_names_the_straggler,
-        changes=lambda fault, timeout_s: ("reliability.check_every_steps=2",),
-        ranks=2,
-    ),
-    "nan": Expected(continues=True, exact=False, check=_skipped_a_step),
-    "spike": Expected(
-        continues=True,
-        exact=False,
-        check=_skipped_a_step,
-        # A spike is detected against the usual norm, which takes some steps to learn.
-        changes=lambda fault, timeout_s: (f"schedule.steps={last_step(fault)}",),
-    ),
-    "flip": Expected(continues=True, check=_rolled_back, replicas=2, rolls_back=True),
+    "stop": Expected(check=_names_the_stopped_rank, ranks=2),
+    "slow": Expected(continues=True, check=_names_the_straggler, ranks=2),
+    "nan": Expected(continues=True, exact=False, check=_ends_with("skipped_steps", 1)),
+    "spike": Expected(continues=True, exact=False, check=_ends_with("skipped_steps", 1)),
+    "flip": Expected(continues=True, check=_ends_with("rollbacks", 1), replicas=2),
 }
 
 
@@ -129,7 +102,7 @@ def check_fault(fault: Fault, ranks: int, replicas: int) -> None:
         raise ValueError(
             f"{fault} is in step {fault.step}, and a drill has {STEPS}; use step={STEPS} or less"
         )
-    if expected.rolls_back and replicas > 1 and fault.step <= SAVE_EVERY:
+    if expected.replicas > 1 and fault.step <= SAVE_EVERY:
         raise ValueError(
             f"{fault} is before step {SAVE_EVERY + 1}, and replicas that differ roll back to a checkpoint, the first of which is "
             f"at step {SAVE_EVERY}; use step={SAVE_EVERY + 1} or more"
@@ -141,17 +114,21 @@ def check_fault(fault: Fault, ranks: int, replicas: int) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One fault and its expected outcome; without a fault, a file of the newest checkpoint is damaged."""
+    """One fault, and the changes of the run config for it; without a fault, a file of the newest checkpoint is damaged."""
 
     name: str
     fault: Fault | None
-    expected: Expected = Expected()
     changes: tuple[str, ...] = ()
 
 
 def scenario_for(fault: Fault, timeout_s: float, name: str | None = None) -> Scenario:
-    expected = EXPECTED[fault.action]
-    return Scenario(name or str(fault), fault, expected, expected.changes(fault, timeout_s))
+    changes = {
+        "stop": (f"reliability.timeout_s={timeout_s:g}",),
+        "slow": ("reliability.check_every_steps=2",),
+        # A spike is detected against the usual norm, which takes some steps to learn.
+        "spike": (f"schedule.steps={last_step(fault)}",),
+    }
+    return Scenario(name or str(fault), fault, changes.get(fault.action, ()))
 
 
 def scenarios(ranks: int, replicas: int, seed: int, timeout_s: float) -> list[Scenario]:

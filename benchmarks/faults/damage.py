@@ -6,12 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-
-def flip_bit(file: Path, choose: random.Random) -> None:
-    data = bytearray(file.read_bytes())
-    bit = choose.randrange(8 * len(data))
-    data[bit // 8] ^= 1 << bit % 8
-    file.write_bytes(data)
+from fourfold.drill.drill import flip_bit
 
 
 def truncate(file: Path, choose: random.Random) -> None:
