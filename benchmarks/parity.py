@@ -16,12 +16,11 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import get_args
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.ranks import RankPool
 from fourfold.mesh.axes import Axis, factorisations
@@ -65,10 +64,6 @@ def injected(fault: str) -> Iterator[None]:
         norm.sum_both, loss.count_labels, Product.reduce = saved  # type: ignore[method-assign]
 
 
-def _with_fault(fault: str, model: nn.Module) -> AbstractContextManager[None]:
-    return injected(fault)
-
-
 def _forgetful(reduce: Callable[..., Pending]) -> Callable[..., Pending]:
     """A rank takes its own part of the input's gradient for the sum over x."""
 
@@ -90,8 +85,8 @@ def run_rank(
     weights: Weights = "auto",
     activations: ActivationsWanted = "auto",
 ) -> Errors:
-    change = partial(_with_fault, fault) if fault else None
-    return train_on(Grid.create(shape, timeout_s=60), kind, change, weights=weights, activations=activations)
+    with injected(fault) if fault else nullcontext():
+        return train_on(Grid.create(shape, timeout_s=60), kind, weights=weights, activations=activations)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,26 +24,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from fourfold.mesh.axes import AXES, factorisations
+from fourfold.mesh.agreements import gather_objects
+from fourfold.mesh.axes import factorisations
 from fourfold.mesh.grid import Grid
+from fourfold.mesh.rendezvous import join_world
 from fourfold.optim.clip import clip_grad_norm_
 from fourfold.optim.sharded_optimizer import sharded_optimizer
-from fourfold.parallel.options import ActivationCheckpointing, ActivationsWanted
 from fourfold.parallel.parallelize import parallelize
-from fourfold.weights.api import Weights
+from fourfold.train.observe.run_metadata import device_name
 from fourfold.weights.overlap import Overlap
 
 LOSS_BAR = 1e-5  # relative
@@ -74,36 +61,27 @@ _SMALL: dict[str, Any] = {
 _FFN: dict[str, Any] = {"intermediate_size": 128, "max_position_embeddings": 64}
 
 
-def _gpt2() -> nn.Module:
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return cast(nn.Module, GPT2LMHeadModel(GPT2Config(**_SMALL, n_inner=128, n_positions=64, **dropout)))
-
-
-def _gemma2() -> nn.Module:
-    config = Gemma2Config(
-        **_SMALL, **_FFN, num_key_value_heads=8, head_dim=16, sliding_window=8, attn_implementation="eager"
-    )
-    return cast(nn.Module, Gemma2ForCausalLM(config))
-
-
-KINDS: dict[str, Callable[[], nn.Module]] = {
+_HEADS_OF_16: dict[str, Any] = {**_FFN, "num_key_value_heads": 8, "head_dim": 16}
+# The models, as changes of `_SMALL`.
+KINDS: dict[str, dict[str, Any]] = {
     # grouped-query attention: at x = 8 the four key/value heads are replicated
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SMALL, **_FFN, num_key_value_heads=4)),
+    "llama": {**_FFN, "num_key_value_heads": 4},
     # Conv1D, tied, LayerNorm, biases, learned positions
-    "gpt2": _gpt2,
+    "gpt2": {"n_inner": 128, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     # norms of q and k
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SMALL, **_FFN, num_key_value_heads=8, head_dim=16)),
+    "qwen3": _HEADS_OF_16,
     # scaled embeddings, 1 + w, soft-capping of attention and logits, sliding windows
-    "gemma2": _gemma2,
+    "gemma2": {**_HEADS_OF_16, "sliding_window": 8, "attn_implementation": "eager"},
     # fused QKV with bias, parallel residual
-    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_SMALL, **_FFN)),
+    "gpt_neox": _FFN,
 }
 
 
 def build(kind: str) -> nn.Module:
     """A small model with random weights, the same in every process."""
     torch.manual_seed(0)
-    model = KINDS[kind]()
+    config = AutoConfig.for_model(kind, **_SMALL, **KINDS[kind])
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -181,49 +159,32 @@ def _relative(ours: Tensor, shard: Tensor, full: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def train_on(
-    grid: Grid,
-    kind: str,
-    change: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
-    *,
-    weights: Weights = "auto",
-    activations: ActivationsWanted = "auto",
-    activation_checkpointing: ActivationCheckpointing = "none",
-    overlap: Overlap = OVERLAP,
-) -> Errors:
-    """Train on the grid; the errors of this rank's shards. ``change`` may inject a fault, to test that it is found."""
+def train_on(grid: Grid, kind: str, **options: Any) -> Errors:
+    """Train on the grid, with options of `parallelize`; the errors of this rank's shards."""
     sequences = grid.data * grid.z * grid.y * grid.x
     expected = reference(kind, sequences, grid.device)
     model = build(kind)
-    report = parallelize(
-        model,
-        grid,
-        weights=weights,
-        overlap=overlap,
-        activations=activations,
-        activation_checkpointing=activation_checkpointing,
-    )
+    report = parallelize(model, grid, **({"overlap": OVERLAP} | options))
     optimizer = sharded_optimizer(torch.optim.AdamW)(
         model.parameters(), lr=LEARNING_RATE, eps=EPS, foreach=True
     )
     parameters = {n: (p, report.layouts[n]) for n, p in model.named_parameters()}
     loss_error, parameter_error = 0.0, 0.0
     gradients = dict.fromkeys(parameters, 0.0)
-    with change(model) if change else nullcontext():
-        for step, (ids, labels) in enumerate(batches(sequences)):
-            rows = grid.local_rows(sequences)
-            loss = model(input_ids=ids[rows].to(grid.device), labels=labels[rows].to(grid.device)).loss
-            loss.backward()
-            clip_grad_norm_(model.parameters(), MAX_NORM, grid)
-            error = abs(loss.item() - expected.losses[step]) / abs(expected.losses[step])
-            loss_error = max(loss_error, error if error == error else float("inf"))
-            for name, (parameter, layout) in parameters.items():
-                full = expected.gradients[step][layout.hf_name]
-                shard = full[layout.in_hf(layout.shard(grid))]
-                local = cast(DTensor, parameter.grad).to_local()
-                gradients[name] = max(gradients[name], _relative(local, shard, full))
-            optimizer.step()
-            optimizer.zero_grad()
+    for step, (ids, labels) in enumerate(batches(sequences)):
+        rows = grid.local_rows(sequences)
+        loss = model(input_ids=ids[rows].to(grid.device), labels=labels[rows].to(grid.device)).loss
+        loss.backward()
+        clip_grad_norm_(model.parameters(), MAX_NORM, grid)
+        error = abs(loss.item() - expected.losses[step]) / abs(expected.losses[step])
+        loss_error = max(loss_error, error if error == error else float("inf"))
+        for name, (parameter, layout) in parameters.items():
+            full = expected.gradients[step][layout.hf_name]
+            shard = full[layout.in_hf(layout.shard(grid))]
+            local = cast(DTensor, parameter.grad).to_local()
+            gradients[name] = max(gradients[name], _relative(local, shard, full))
+        optimizer.step()
+        optimizer.zero_grad()
     for parameter, layout in parameters.values():
         full = expected.parameters[layout.hf_name]
         local = cast(DTensor, parameter.detach()).to_local()
@@ -231,15 +192,6 @@ def train_on(
         parameter_error = max(parameter_error, error)
     worst = max(gradients, key=gradients.__getitem__)
     return Errors(loss_error, gradients[worst], parameter_error, worst)
-
-
-def over_all_ranks(errors: Errors, grid: Grid) -> Errors:
-    """The largest errors over all ranks."""
-    values = torch.tensor([errors.loss, errors.gradient, errors.parameter], device=grid.device)
-    for axis in AXES:
-        grid.collectives.all_reduce(values, axis, "check", dist.ReduceOp.MAX).wait()
-    loss, gradient, parameter = values.tolist()
-    return Errors(loss, gradient, parameter, errors.worst_gradient)
 
 
 def grids_of(ranks: int) -> list[tuple[int, int, int, int]]:
@@ -251,17 +203,6 @@ def grids_of(ranks: int) -> list[tuple[int, int, int, int]]:
     # Among those that shard the most axes, the most even first: (1, 2, 2, 2) before (1, 1, 2, 4).
     mixed = sorted((f for f in every if sharded[f] == max(sharded.values()) > 1), key=max)
     return [*alone, *mixed[:4]] or every
-
-
-@contextmanager
-def _exact_matmuls() -> Iterator[None]:
-    """Use fp32 on GPUs as well; with TF32 its rounding would be tested, not Fourfold."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -279,22 +220,26 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     start_s = time.perf_counter()
-    # The first grid initializes torch.distributed; only then is the number of ranks known.
-    first = Grid.create((1, 1, 1, _world_size()), device_type=options.device, timeout_s=120)
+    join_world(options.device, timeout_s=120)
+    # fp32 on GPUs as well; with TF32 its rounding would be tested, not Fourfold.
+    torch.set_float32_matmul_precision("highest")
     table = Table("model", "(data, z, y, x)", "loss", "gradient", "parameter", "verdict")
     good = total = 0
-    with _exact_matmuls():
-        for kind in options.models:
-            for shape in grids_of(dist.get_world_size()):
-                grid = Grid.create(shape, device_type=options.device, timeout_s=120)
-                errors = over_all_ranks(train_on(grid, kind), grid)
-                total += 1
-                good += errors.within_bars()
-                verdict = "exact" if errors.within_bars() else f"NOT EXACT, worst in {errors.worst_gradient}"
-                cells = (f"{e:.1e}" for e in (errors.loss, errors.gradient, errors.parameter))
-                table.add_row(kind, str(shape), *cells, verdict)
+    for kind in options.models:
+        for shape in grids_of(dist.get_world_size()):
+            grid = Grid.create(shape, device_type=options.device, timeout_s=120)
+            errors = Errors.worst(gather_objects(train_on(grid, kind)))
+            total += 1
+            good += errors.within_bars()
+            verdict = "exact" if errors.within_bars() else f"NOT EXACT, worst in {errors.worst_gradient}"
+            cells = (f"{e:.1e}" for e in (errors.loss, errors.gradient, errors.parameter))
+            table.add_row(kind, str(shape), *cells, verdict)
     if dist.get_rank() == 0:
-        _print_machine(first)
+        device = device_name(grid.device)
+        print(f"ranks        {dist.get_world_size()} on {device}, backend {dist.get_backend()}")
+        versions = f"{torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}"
+        print(f"torch        {versions}")
+        print(f"python       {platform.python_version()} on {platform.platform()}")
         Console(width=110).print(table)
         print(
             f"thresholds: loss {LOSS_BAR:g}, gradient {GRADIENT_BAR:g}, parameter {PARAMETER_BAR:g}; fp32, {STEPS} AdamW steps"
@@ -302,25 +247,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"selftest: {good}/{total} exact, {time.perf_counter() - start_s:.0f} s", flush=True)
     dist.destroy_process_group()
     return 0 if good == total else 1
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", os.environ.get("SLURM_NTASKS", "1")))
-
-
-def _print_machine(grid: Grid) -> None:
-    name = (
-        torch.cuda.get_device_name()
-        if grid.device.type == "cuda"
-        else platform.processor() or platform.machine()
-    )
-    print(
-        f"ranks        {dist.get_world_size()} on {grid.device.type} ({name}), backend {dist.get_backend()}"
-    )
-    print(
-        f"torch        {torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}"
-    )
-    print(f"python       {platform.python_version()} on {platform.platform()}")
 
 
 if __name__ == "__main__":

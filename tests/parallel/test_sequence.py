@@ -35,7 +35,7 @@ CHUNKS = ff.Overlap(bundle_bytes=1024, forward_chunks=3)
 
 
 def train(shape: Shape, kind: str, options: dict[str, Any]) -> Errors:
-    return train_on(Grid.create(shape), kind, activations="token-sharded", **({"overlap": OVERLAP} | options))
+    return train_on(Grid.create(shape), kind, activations="token-sharded", **options)
 
 
 @pytest.mark.parametrize(
