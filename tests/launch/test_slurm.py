@@ -170,7 +170,7 @@ def test_the_script_has_every_setting(run, capsys):
         assert f"#SBATCH --{line}" in head
     for line in ("exclusive", "requeue", "constraint=a100&nvlink", "signal=B:USR1@300", "open-mode=append"):
         assert f"#SBATCH --{line}" in head
-    assert f"command=(-m fourfold.cli.main train '{run}' --set optimizer.lr=1e-4)" in head
+    assert f"command=(-m fourfold train '{run}' --set=optimizer.lr=1e-4)" in head
     assert {"module load cuda", "export max_requeues=7", "export ranks_per_node=2"} <= set(head)
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert not run.with_suffix(".sbatch").exists()

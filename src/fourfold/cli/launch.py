@@ -57,12 +57,6 @@ def _add_slurm(systems: Any) -> None:
         "--python", default=sys.executable, help="Python interpreter on the nodes (default: this one)"
     )
     parser.add_argument(
-        "--warning-s",
-        type=int,
-        default=120,
-        help="grace period: seconds before the time limit at which the run is told to save (default: 120)",
-    )
-    parser.add_argument(
         "--max-requeues", type=int, default=100, help="how often to requeue the job (default: 100)"
     )
     parser.add_argument(
@@ -109,12 +103,6 @@ def _add_kubernetes(systems: Any) -> None:
         help="label of the nodes to use; can be repeated",
     )
     parser.add_argument(
-        "--warning-s",
-        type=int,
-        default=120,
-        help="grace period: seconds that a pod has to save before it is killed (default: 120)",
-    )
-    parser.add_argument(
         "--max-restarts", type=int, default=10, help="how often to restart after failures (default: 10)"
     )
     parser.add_argument("--out", type=Path, help="the manifest to write (default: standard output)")
@@ -134,6 +122,12 @@ def _add_world(parser: argparse.ArgumentParser) -> None:
     )
     add_changes(parser)
     parser.add_argument("--name", help="name of the job (default: the name of the run config)")
+    parser.add_argument(
+        "--warning-s",
+        type=int,
+        default=120,
+        help="grace period: seconds in which the run saves, before the time limit or before a pod is killed (default: 120)",
+    )
 
 
 def slurm(options: argparse.Namespace) -> int:
@@ -143,22 +137,18 @@ def slurm(options: argparse.Namespace) -> int:
     config, world = _checked(options)
     folder = options.folder.resolve()
     logs = folder / (options.logs or config.logging.folder)
-    common = {name: getattr(options, name) for name in ("time", "partition", "account", "constraint")}
+    common = _given(options, "time", "partition", "account", "constraint")
     job = SlurmJob(
         world,
         train_command(options.file.resolve(), options.set),
         name=options.name or options.file.stem,
         folder=folder,
         logs=logs,
-        python=options.python,
         options={
             **{name: value for name, value in common.items() if value is not None},
             **dict(_pair(text) for text in options.sbatch),
         },
-        setup=options.setup,
-        warning_s=options.warning_s,
-        max_requeues=options.max_requeues,
-        max_restarts=options.max_restarts,
+        **_given(options, "python", "setup", "warning_s", "max_requeues", "max_restarts"),
     )
     script = render(job)
     if options.print:
@@ -187,18 +177,11 @@ def kubernetes(options: argparse.Namespace) -> int:
         run=options.file.read_text(),
         changes=options.set,
         name=options.name or re.sub("[^a-z0-9]+", "-", options.file.stem.lower()).strip("-"),
-        image=options.image,
-        namespace=options.namespace,
         claim=claim or None,
         claim_path=Path(path),
-        folder=options.folder,
-        gpu_resource=options.gpu_resource,
-        cpus=options.cpus,
-        memory=options.memory,
-        shared_memory=options.shared_memory,
         node_selector={name: value or "" for name, value in map(_pair, options.node_selector)},
-        warning_s=options.warning_s,
-        max_restarts=options.max_restarts,
+        **_given(options, "image", "namespace", "folder", "gpu_resource", "cpus", "memory"),
+        **_given(options, "shared_memory", "warning_s", "max_restarts"),
     )
     text = manifest(job)
     if options.out is None:
@@ -238,6 +221,10 @@ def _check_checkpoints_persist(checkpoints: str, claim: Path | None, folder: Pat
             f"checkpoints.folder={checkpoints!r} would be {place} inside a pod, and lost with it; use --claim for a "
             "volume and a folder on it, or --set checkpoints.folder=s3://bucket/run"
         )
+
+
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in names}
 
 
 def _pair(text: str) -> tuple[str, str | None]:

@@ -13,9 +13,8 @@ import torch
 
 from fourfold.config.schema import RunConfig
 from fourfold.data.manifest import SPLITS, DatasetManifest
-from fourfold.data.mixture import open_mixture
 from fourfold.train.loop.model import model_config
-from fourfold.train.loop.trainer import micro_batches
+from fourfold.train.loop.trainer import micro_batches, open_data
 
 
 def local_ranks(run: RunConfig, ranks: int | None) -> int:
@@ -43,9 +42,8 @@ def local_ranks(run: RunConfig, ranks: int | None) -> int:
 
 def check(run: RunConfig) -> None:
     """Reject once, before ranks start, what every rank would reject."""
-    sources = [(source.path, source.weight) for source in run.data.sources]
     for split in SPLITS:
-        open_mixture(sources, length=run.data.sequence_length, seed=run.seed, split=split)
+        open_data(run, split)
     vocabulary = DatasetManifest.load(run.data.sources[0].path).tokenizer.vocab_size
     config = model_config(run.model)
     if config.vocab_size < vocabulary:

@@ -65,13 +65,7 @@ def world_of(
 
 def train_command(run: Path, changes: Sequence[str]) -> list[str]:
     """The command of each rank, as torchrun's arguments."""
-    return [
-        "-m",
-        "fourfold.cli.main",
-        "train",
-        str(run),
-        *(part for change in changes for part in ("--set", change)),
-    ]
+    return ["-m", "fourfold", "train", str(run), *(f"--set={change}" for change in changes)]
 
 
 def _share(grid: GridSection, size: int, nodes: int) -> int:

@@ -126,10 +126,15 @@ class TensorBoard(MetricsLogger):
 
 _NO_CURVES = ("step", "steps", "time")
 _GROUPS = {
-    "train": ("loss", "gradient_norm", "learning_rate", "tokens"),
-    "validation": ("validation_loss",),
-    "speed": ("seconds", "tokens_per_s", "mfu"),
-    "memory": ("memory_bytes",),
+    "loss": "train",
+    "gradient_norm": "train",
+    "learning_rate": "train",
+    "tokens": "train",
+    "validation_loss": "validation",
+    "seconds": "speed",
+    "tokens_per_s": "speed",
+    "mfu": "speed",
+    "memory_bytes": "memory",
 }
 
 
@@ -140,12 +145,8 @@ def with_groups(metrics: dict[str, float]) -> dict[str, float]:
         >>> with_groups({"step": 3, "loss": 2.5, "exposed_x_s": 0.1})
         {'train/loss': 2.5, 'time/exposed_x_s': 0.1}
     """
-    return {f"{_group(name)}/{name}": value for name, value in metrics.items() if name not in _NO_CURVES}
-
-
-def _group(name: str) -> str:
-    found = next((group for group, names in _GROUPS.items() if name in names), None)
-    return found or ("time" if name.endswith("_s") else "other")
+    groups = {name: _GROUPS.get(name, "time" if name.endswith("_s") else "other") for name in metrics}
+    return {f"{groups[name]}/{name}": value for name, value in metrics.items() if name not in _NO_CURVES}
 
 
 def _parse(line: bytes) -> dict[str, float] | None:

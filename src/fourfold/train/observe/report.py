@@ -14,9 +14,8 @@ from fourfold.planner.dry_run_estimate import target_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.show.compare import Comparison, Run, compare
-from fourfold.train.loop.trainer import Callback, StepResult, Trainer
-from fourfold.train.observe.meter import is_logged
-from fourfold.train.observe.metrics import read_metrics
+from fourfold.train.loop.trainer import Trainer
+from fourfold.train.observe.metrics import MetricsLogger, read_metrics
 from fourfold.train.observe.report_page import page
 from fourfold.train.observe.run_metadata import read_run_metadata, record_start, write_run_metadata
 
@@ -24,29 +23,26 @@ REPORT = "report.html"
 WARM_UP = 2  # lines after a start, whose steps are slower
 
 
-class RunReport(Callback):
+class RunReport(MetricsLogger):
     """Writes ``run.json`` when the run starts, ``report.html`` when it ends. Put it after all other callbacks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._start_s = 0.0
-        self._writes = False
         self._logged_s: dict[str, float] = {}
 
     def on_start(self, trainer: Trainer) -> None:
+        if not trainer.is_done:  # a run that has no steps left has its report
+            super().on_start(trainer)
+
+    def open(self, trainer: Trainer) -> None:
         self._start_s = time.perf_counter()
-        # A run that has no steps left has its report.
-        self._writes = trainer.is_first and not trainer.is_done
-        if self._writes:
-            record_start(self._folder, trainer)
+        record_start(self._folder, trainer)
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        if self._writes and is_logged(trainer, result.step):
-            self._logged_s = dict(trainer.timed_s)
+    def write(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        self._logged_s = dict(trainer.timed_s)
 
-    def on_end(self, trainer: Trainer) -> None:
-        if not self._writes:
-            return
+    def close(self, trainer: Trainer) -> None:
         metadata = read_run_metadata(self._folder)
         metadata["starts"][-1] |= {
             "until_step": trainer.step,

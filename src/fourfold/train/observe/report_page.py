@@ -29,7 +29,7 @@ from fourfold.train.observe.run_metadata import amount
 
 _BLUE, _ORANGE, _TEAL, _PURPLE = "#4c78a8", "#f58518", "#54a24b", "#b279a2"
 _PART_COLOURS = {
-    "computation": "#4c78a8",
+    "compute": "#4c78a8",
     **{part: colour for part, colour in COLOURS.items() if part.startswith("exposed")},
     "waiting for data": "#eeca3b",
     "evaluation": "#72b7b2",
@@ -121,17 +121,17 @@ def _loss(metrics: Metrics) -> list[str]:
 
 def _small(metrics: Metrics) -> list[str]:
     out = []
-    for heading, name, colour, from_zero in (
-        ("Tokens per second", "tokens_per_s", _TEAL, True),
-        ("Learning rate", "learning_rate", _PURPLE, True),
-        ("Gradient norm", "gradient_norm", _BLUE, True),
-        ("Memory of rank 0, GiB", "memory_bytes", "#79706e", True),
+    for heading, name, colour in (
+        ("Tokens per second", "tokens_per_s", _TEAL),
+        ("Learning rate", "learning_rate", _PURPLE),
+        ("Gradient norm", "gradient_norm", _BLUE),
+        ("Memory of rank 0, GiB", "memory_bytes", "#79706e"),
     ):
         points = _points(metrics, name)
         if name == "memory_bytes":
             points = [(step, size / 2**30) for step, size in points]
         if points:
-            chart = curves([Curve(heading.lower(), colour, points)], _short, from_zero=from_zero)
+            chart = curves([Curve(heading.lower(), colour, points)], _short, from_zero=True)
             out.append(f"<div><h2>{heading}</h2>{chart}</div>")
     return out
 
@@ -141,7 +141,6 @@ def _short(value: float) -> str:
 
 
 def _times(about: Mapping[str, Any], times_s: Mapping[str, float]) -> list[str]:
-    times_s = _named(times_s)
     parts = {part: times_s[part] for part in _PART_COLOURS if times_s.get(part, 0.0) > 0}
     total_s = sum(parts.values())
     rows = "".join(f"<tr><td>{part}<td>{_span(s)}<td>{s / total_s:.1%}" for part, s in parts.items())
@@ -150,11 +149,11 @@ def _times(about: Mapping[str, Any], times_s: Mapping[str, float]) -> list[str]:
         for_any_screen(lambda width: bars([("", parts)], _PART_COLOURS, _span, label=8, width=width)),
         f"<table class=parts><tr><th>part<th>time<th>share{rows}<tr><td>all<td>{_span(total_s)}<td>100%</table>",
     ]
-    notes = ["Exposed is the time that rank 0 waited for an axis; computation is the rest of the steps."]
+    notes = ["Exposed is the time that rank 0 waited for an axis; compute is the rest of the steps."]
     if about["device"] != "CPU":
         notes.append("Waiting for data is measured on the host; the device may have been busy meanwhile.")
     if about["device"] != "CPU" and about["layout"]["weights"] == "fsdp2":
-        notes.append("Waits of FSDP2 between its own streams count as computation here.")
+        notes.append("Waits of FSDP2 between its own streams count as compute here.")
     if "other" not in times_s:
         notes.append(
             "The run, or a start of it, did not end normally: its time outside of logged steps is not included."
@@ -171,8 +170,8 @@ def _prediction(comparison: Comparison | str) -> list[str]:
         return [f"<p class=note>{escape(comparison)} The step above is measured only.</p>"]
     run = comparison.run
     rest_s = max(0.0, run.step_s - sum(run.parts_s.values()))
-    measured = _named({**run.parts_s, "other": rest_s})
-    predicted = _named({**comparison.predicted_s, "other": 0.0})
+    measured = {**run.parts_s, "other": rest_s}
+    predicted = {**comparison.predicted_s, "other": 0.0}
     shown = [part for part in measured if measured[part] or predicted[part]]
     rows = [
         (name, {p: parts[p] for p in shown})
@@ -196,10 +195,6 @@ def _prediction(comparison: Comparison | str) -> list[str]:
         f"<p class=note>Means of the middle half of rank 0's steps since the last start; the prediction is a simulation of the dry run of "
         f"this layout on {escape(comparison.cluster.name)}.</p>",
     ]
-
-
-def _named(parts_s: Mapping[str, float]) -> dict[str, float]:
-    return {"computation" if part == "compute" else part: s for part, s in parts_s.items()}
 
 
 def _run_config(about: Mapping[str, Any]) -> dict[str, str]:

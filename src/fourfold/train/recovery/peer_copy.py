@@ -186,7 +186,8 @@ def fetch(stream: BinaryIO, training: TrainState) -> tuple[Copied, dict[str, int
     for tensor in chain.from_iterable(copied.tensors.values()):
         for part in _bytes_of(tensor).split(AT_ONCE_BYTES):
             view = memoryview(part.numpy())
-            _fill(stream, view)
+            if stream.readinto(view) != len(view):  # type: ignore[attr-defined]
+                raise CopyError(f"a peer ended before {len(view)} bytes of a tensor")
             digest.update(view)
     if _exactly(stream, digest.digest_size) != digest.digest():
         raise CopyError("what a peer sent does not match the hash that it sent with it")
@@ -241,12 +242,3 @@ def _exactly(stream: BinaryIO, count: int) -> bytes:
     if len(got) != count:
         raise CopyError(f"a peer ended after {len(got)} of {count} bytes")
     return got
-
-
-def _fill(stream: BinaryIO, view: memoryview) -> None:
-    got = 0
-    while got < len(view):
-        count = stream.readinto(view[got:])  # type: ignore[attr-defined]
-        if not count:
-            raise CopyError(f"a peer ended {len(view) - got} bytes too early")
-        got += count
