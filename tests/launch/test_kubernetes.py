@@ -47,7 +47,6 @@ def job_of(**changes: Any) -> KubernetesJob:
         "name": "night-run",
         "image": "registry/fourfold:1",
         "changes": ["optimizer.lr=1e-4"],
-        "namespace": "research",
         "claim": "weights",
         "cpus": "16",
         "memory": "128Gi",
@@ -67,7 +66,6 @@ def read(job: KubernetesJob) -> tuple[V1ConfigMap, JobSet]:
     [
         {},
         {
-            "namespace": None,
             "claim": None,
             "cpus": None,
             "memory": None,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fourfold.cli import export
-
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint",
-        help="list, verify, show and convert checkpoints",
+        help="list, verify and show checkpoints",
         description="Inspect the checkpoints in a folder or under an fsspec URL. Loading them never executes code.",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
@@ -21,7 +19,6 @@ def add_to(commands: Any) -> None:
     for action, default in ((verify, "all"), (info, "the newest")):
         action.add_argument("--step", type=int, help=f"the step of the checkpoint (default: {default})")
     info.add_argument("--tensors", action="store_true", help="list every tensor")
-    export.add_to(actions, "convert")
 
 
 def _action(actions: Any, name: str, what: str) -> argparse.ArgumentParser:

@@ -9,10 +9,9 @@ from typing import Any
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def add_to(commands: Any, name: str = "export") -> None:
-    """Add the command under two names: `fourfold export` and `fourfold checkpoint convert`."""
+def add_to(commands: Any) -> None:
     parser = commands.add_parser(
-        name,
+        "export",
         help="convert a checkpoint to a Hugging Face folder",
         description="Write the weights of a checkpoint as sharded safetensors, with config.json, the tokenizer and a "
         "model card, for from_pretrained. The checkpoint is verified first. Memory use is a few blocks of a file, "

@@ -80,7 +80,6 @@ def _add_kubernetes(systems: Any) -> None:
     )
     _add_world(parser)
     parser.add_argument("--image", required=True, help="container image with fourfold installed")
-    parser.add_argument("--namespace", help="namespace of the JobSet (default: kubectl's)")
     parser.add_argument(
         "--claim",
         metavar="NAME[:PATH]",
@@ -180,7 +179,7 @@ def kubernetes(options: argparse.Namespace) -> int:
         claim=claim or None,
         claim_path=Path(path),
         node_selector={name: value or "" for name, value in map(_pair, options.node_selector)},
-        **_given(options, "image", "namespace", "folder", "gpu_resource", "cpus", "memory"),
+        **_given(options, "image", "folder", "gpu_resource", "cpus", "memory"),
         **_given(options, "shared_memory", "warning_s", "max_restarts"),
     )
     text = manifest(job)

@@ -25,17 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="fourfold", description="4D parallel training, planned before it runs."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    plan.add_to(commands)
-    dryrun.add_to(commands)
-    calibrate.add_to(commands)
-    checkpoint.add_to(commands)
-    export.add_to(commands)
-    data.add_to(commands)
-    init.add_to(commands)
-    train.add_to(commands)
-    report.add_to(commands)
-    launch.add_to(commands)
-    drill.add_to(commands)
+    for command in (plan, dryrun, calibrate, checkpoint, export, data, init, train, report, launch, drill):
+        command.add_to(commands)
     options = parser.parse_args(arguments)
     return exit_code_of(lambda: int(options.run(options)))
 

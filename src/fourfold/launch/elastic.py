@@ -40,11 +40,13 @@ REPORT_S = 6  # for ranks to report and exit after one has died: they cannot sav
 SAVE_S = 600  # for ranks to save before the number of hosts changes
 
 
-class FreshStores(RendezvousHandler):
-    """A rendezvous of agents that gives the ranks of each attempt a new store.
+class FreshStores:
+    """A `RendezvousHandler` of agents that gives the ranks of each attempt a new store.
 
     The agent of the first host holds the store, so that it outlives the ranks, including rank 0.
     """
+
+    use_agent_store = True
 
     def __init__(self, rendezvous: RendezvousHandler, address: str | None, *, is_elastic: bool) -> None:
         self._rendezvous, self._address, self._is_elastic = rendezvous, address, is_elastic
@@ -90,10 +92,6 @@ class FreshStores(RendezvousHandler):
         where = RendezvousStoreInfo.build(info.rank, store, local_addr=self._address, server_port=port)
         return RendezvousInfo(info.store, info.rank, info.world_size, where)
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     def num_nodes_waiting(self) -> int:
         """The last polled value: asking on a disconnected host blocks for minutes, in which no dead rank is noticed."""
         return self._waiting
@@ -113,17 +111,8 @@ class FreshStores(RendezvousHandler):
         rendezvous: Any = self._rendezvous
         return rendezvous._this_node not in rendezvous._state_holder.state.participants
 
-    def get_backend(self) -> str:
-        return str(self._rendezvous.get_backend())
-
-    def get_run_id(self) -> str:
-        return str(self._rendezvous.get_run_id())
-
-    def is_closed(self) -> bool:
-        return bool(self._rendezvous.is_closed())
-
-    def set_closed(self) -> None:
-        self._rendezvous.set_closed()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rendezvous, name)
 
     def shutdown(self) -> bool:
         self._closing.set()
@@ -146,7 +135,8 @@ class Agent(LocalElasticAgent):
         self._is_elastic = settings is not None and settings.min_nodes < settings.max_nodes
         is_alone = settings is not None and settings.max_nodes == 1
         address = "localhost" if is_alone else spec.master_addr or spec.local_addr
-        spec.rdzv_handler = self._stores = FreshStores(rendezvous, address, is_elastic=self._is_elastic)
+        self._stores: Any = FreshStores(rendezvous, address, is_elastic=self._is_elastic)
+        spec.rdzv_handler = self._stores
         spec.master_addr = spec.master_port = None  # ranks use the store of the rendezvous
         super().__init__(spec, *args, **options)
         Agent.current = self
@@ -188,17 +178,16 @@ class Agent(LocalElasticAgent):
             elif has_saved(first.exitcode) or first.exitcode == REFUSED:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
-                self._print_restart(first.exitcode, first.local_rank)
+                code = first.exitcode
+                how = (
+                    f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                )
+                print(
+                    f"fourfold: local rank {first.local_rank} {how}; all ranks restart from the newest checkpoint "
+                    f"({self._remaining_restarts - 1} more restarts allowed)",
+                    flush=True,
+                )
         return result
-
-    def _print_restart(self, code: int, local_rank: int) -> None:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        left = self._remaining_restarts - 1
-        print(
-            f"fourfold: local rank {local_rank} {how}; all ranks restart from the newest checkpoint "
-            f"({left} more restarts allowed)",
-            flush=True,
-        )
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         # After a failure they have exited by now. Otherwise hosts join or leave, and the ranks have to save.

@@ -35,7 +35,6 @@ class KubernetesJob:
     name: str
     image: str
     changes: Sequence[str] = ()
-    namespace: str | None = None
     # A PersistentVolumeClaim that all pods can write, and its mount path.
     claim: str | None = None
     claim_path: Path = Path("/data")
@@ -68,18 +67,17 @@ def manifest(job: KubernetesJob) -> str:
 
 def resources(job: KubernetesJob) -> list[dict[str, Any]]:
     """The ConfigMap and the JobSet."""
-    space = {} if job.namespace is None else {"namespace": job.namespace}
     return [
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
-            "metadata": {"name": f"{job.name}-run", **space},
+            "metadata": {"name": f"{job.name}-run"},
             "data": {"run.toml": job.run},
         },
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": {"name": job.name, **space},
+            "metadata": {"name": job.name},
             "spec": {
                 # The rendezvous happens before any pod is ready.
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},

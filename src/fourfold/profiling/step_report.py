@@ -70,24 +70,18 @@ def describe_layout(
     """The layout of a model in the fields of the planner's `Layout`; ``keep_bytes`` applies to streamed weights only."""
     backend = backend_of(model)
     streamed = backend is not None and backend.name == "streamed"
+    # The settings of any linear whose activations are token-sharded.
+    linears = (m for m in model.modules() if isinstance(m, Linear4D))
+    sharded = next((linear for linear in linears if linear.group.tokens is not None), None)
     return {
         **{axis: grid.size(axis) for axis in AXES},
         "micro_batches": micro_batches,
         "activation_checkpointing": activation_checkpointing,
         "keep_bytes": keep_bytes if streamed else 0,
         "weights": "streamed" if streamed else "fsdp2",
-        **_describe_activations(model),
+        "activations": "replicated" if sharded is None else "token-sharded",
+        "keep_inputs": sharded is None or sharded.group.overlap.keep_inputs,
     }
-
-
-def _describe_activations(model: nn.Module) -> dict[str, Any]:
-    """The settings of any linear whose activations are token-sharded."""
-    sharded = next(
-        (m for m in model.modules() if isinstance(m, Linear4D) and m.group.tokens is not None), None
-    )
-    if sharded is None:
-        return {"activations": "replicated", "keep_inputs": True}
-    return {"activations": "token-sharded", "keep_inputs": sharded.group.overlap.keep_inputs}
 
 
 def save_run(

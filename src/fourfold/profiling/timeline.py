@@ -61,20 +61,14 @@ def events(flights: list[InFlightCollective], origin_ns: int) -> list[dict[str, 
     def micro(ns: int) -> float:
         return (ns - origin_ns) / 1e3
 
+    def named(process: int, what: str, **fields: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": what, "pid": process, **fields}
+
     out: list[dict[str, Any]] = []
     for process, name, order in ((_IN_FLIGHT, "collectives in flight", -2), (_WAITS, "waits", -1)):
-        out.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
-        out.append({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": order}})
-    for number, axis in enumerate(AXES):
-        for process in (_IN_FLIGHT, _WAITS):
-            thread_name = {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": process,
-                "tid": number,
-                "args": {"name": axis},
-            }
-            out.append(thread_name)
+        out.append(named(process, "process_name", args={"name": name}))
+        out.append(named(process, "process_sort_index", args={"sort_index": order}))
+        out += [named(process, "thread_name", tid=i, args={"name": axis}) for i, axis in enumerate(AXES)]
     for i, flight in enumerate(flights):
         track = AXES.index(flight.axis)
         name = f"{flight.axis} {flight.kind} {flight.module or flight.purpose}"

@@ -6,6 +6,7 @@ ranks keeps the layout of the newest checkpoint, without waiting for the planner
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from fourfold.checkpoint.commit import step_name
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 
 MAX_IDLE = 64  # ranks that a layout may leave unused
+# What a layout is chosen for.
+_INPUTS = attrgetter(
+    "grid.cluster", "model", "sequences", "data.sequence_length", "engine.precision", "optimizer.name"
+)
 
 
 def resume_or_choose_layout(
@@ -55,12 +60,7 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
     is_sharded = before.grid.x * before.grid.y > 1
     is_same = (
         before.grid.size == ranks
-        and before.grid.cluster == run.grid.cluster
-        and before.model == run.model
-        and before.sequences == run.sequences
-        and before.data.sequence_length == run.data.sequence_length
-        and before.engine.precision == run.engine.precision
-        and before.optimizer.name == run.optimizer.name
+        and _INPUTS(before) == _INPUTS(run)
         and run.engine.weights in ("auto", before.engine.weights)
         and (not is_sharded or run.engine.activations in ("auto", before.engine.activations))
         and run.batch.micro_batch_sequences in (None, before.batch.micro_batch_sequences)

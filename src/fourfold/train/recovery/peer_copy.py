@@ -41,11 +41,11 @@ class CopyError(OSError):
 
 @dataclass(frozen=True)
 class Copied:
-    """What a peer sent, in host memory: its values, and for each name the pieces in order and the full shape."""
+    """What a peer sent, in host memory: its values, and for each name the pieces in order and what they are pieces of."""
 
     values: dict[str, Any]
     tensors: dict[str, list[Tensor]]
-    shapes: dict[str, tuple[int, ...]]
+    stored: dict[str, TensorStorageMetadata]
 
 
 class PeerCopy:
@@ -142,7 +142,7 @@ class PeerCopy:
 def _table(snapshot: Snapshot, manager: dict[str, int]) -> tuple[bytes, list[Tensor]]:
     tensors = {
         name: {
-            # Any dtype will do for a tensor of which this rank holds nothing.
+            # A rank may hold nothing of a tensor that has fewer rows than ranks; any dtype will do then.
             "dtype": DTYPE_NAMES[held.shards[0].local.dtype if held.shards else torch.float32],
             "whole": held.global_shape,
             "pieces": [list(piece.local.shape) for piece in held.shards],
@@ -179,7 +179,8 @@ def fetch(stream: BinaryIO, training: TrainState) -> tuple[Copied, dict[str, int
             shapes = [tuple(int(size) for size in shape) for shape in fields["pieces"]]
             _check_shapes(name, shapes, own)
             dtype = DTYPES[fields["dtype"]]
-            copied.shapes[name] = tuple(int(size) for size in fields["whole"])
+            whole = torch.Size(int(size) for size in fields["whole"])
+            copied.stored[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), whole, [])
             copied.tensors[name] = [torch.empty(shape, dtype=dtype) for shape in shapes]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CopyError(f"the table of a peer is not valid ({error!r:.300})") from error
@@ -215,13 +216,7 @@ def _check_shapes(name: str, shapes: list[tuple[int, ...]], own: dict[str, list[
 
 def apply(copied: Copied, training: TrainState) -> None:
     """Set this rank's state to the copy."""
-    stored = {}
-    for name, pieces in copied.tensors.items():
-        # A rank may hold nothing of a tensor that has fewer rows than ranks; any dtype will do then.
-        properties = TensorProperties(dtype=pieces[0].dtype if pieces else torch.float32)
-        stored[name] = TensorStorageMetadata(properties, torch.Size(copied.shapes[name]), [])
-    targets = state.targets(training, stored, copied.values)
-    for name, held in targets.items():
+    for name, held in state.targets(training, copied.stored, copied.values).items():
         _copy_into(name, held, copied.tensors[name])
     state.resume(training, copied.values)
 

@@ -17,9 +17,8 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,24 +42,13 @@ CONNECT_S = 2.0
 IN_FLIGHT = 2  # buckets; more would need memory for a second copy of the gradients
 
 
-class Loop(Protocol):
-    """What the manager needs of the training loop."""
-
-    def timed(self, activity: str) -> AbstractContextManager[None]: ...
-
-    def warn(self, message: str) -> None: ...
-
-    def before_save(self) -> None:
-        """Put the state of callbacks into the train state."""
-
-    def after_rollback(self) -> None:
-        """The train state was set to another step."""
-
-
 class TorchFTManager:
-    """The replicas of one run, as seen by a rank of one of them. `SingleReplica` has the same interface."""
+    """The replicas of one run, as seen by a rank of one of them. `SingleReplica` has the same interface.
 
-    def __init__(self, run: RunConfig, grid: Grid, loop: Loop) -> None:
+    ``loop`` is the `Trainer`, whose `timed`, `warn`, `before_save` and `after_rollback` are called.
+    """
+
+    def __init__(self, run: RunConfig, grid: Grid, loop: Any) -> None:
         self._run, self._grid, self._loop = run, grid, loop
         self._torchft = _import_torchft()
         self._manager: Any = None

@@ -87,13 +87,10 @@ class ReplicaConsistencyCheck(Callback):
         if highest < 0:
             self._agreed_at = trainer.step
             return
-        who = f"rank {highest}" if lowest == highest else f"ranks {lowest} to {highest}"
-        is_one = lowest == highest
-        hint = (
-            ""
-            if is_one
-            else " (two replicas cannot tell which of them is wrong; with three the majority would)"
-        )
+        who, hint = f"rank {highest}", ""
+        if lowest != highest:
+            who = f"ranks {lowest} to {highest}"
+            hint = " (two replicas cannot tell which of them is wrong; with three the majority would)"
         reason = f"the weights of {who} differ from those of the replicas{hint}: check the device and memory of that host"
         trainer.rollbacks.request(self._agreed_at + 1, reason, random_fault=True)
 

@@ -64,7 +64,8 @@ class Stragglers(Callback):
         if result.step % self._every == 0:
             # A failed step was measured, and has no result.
             waits_s = self._waits_s[-len(self._results) :]
-            self._own_s.append(own_times([r.seconds for r in self._results], waits_s))
+            steps = zip(self._results, waits_s, strict=True)
+            self._own_s.append([max(0.0, step.seconds - wait_s) for step, wait_s in steps])
             self._results, self._waits_s = [], []
             self._compare(trainer, result.step)
         if trainer.is_first and is_logged(trainer, result.step) and self.named:
@@ -90,11 +91,6 @@ class Stragglers(Callback):
                 f"the others in a bad one ({others_s:.3g} s); all wait for it"
             )
         self.named[rank] = times
-
-
-def own_times(steps_s: list[float], waits_s: list[float]) -> list[float]:
-    """The seconds of each step without waits, sorted."""
-    return sorted(max(0.0, step_s - wait_s) for step_s, wait_s in zip(steps_s, waits_s, strict=True))
 
 
 def slowest(trainer: Trainer, good_s: float, disturbed_s: float) -> tuple[int, float, float]:
