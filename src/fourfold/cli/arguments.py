@@ -11,13 +11,14 @@ def add_file(parser: argparse.ArgumentParser) -> None:
 
 
 def add_changes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="change a field of the run config, such as optimizer.lr=3e-4; can be repeated",
-    )
+    what = "change a field of the run config, such as optimizer.lr=3e-4"
+    add_repeated(parser, "--set", "SECTION.FIELD=VALUE", what)
+
+
+def add_repeated(parser: argparse.ArgumentParser, option: str, metavar: str, what: str) -> None:
+    """An option that can be given several times; its values are a list."""
+    what = f"{what}; can be repeated"
+    parser.add_argument(option, action="append", default=[], metavar=metavar, help=what)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fourfold.cli.arguments import add_repeated
+
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("data", help="tokenise text for training, and inspect the result")
@@ -52,13 +54,7 @@ def _add_prepare(actions: Any) -> None:
     parser.add_argument(
         "--split", default="train", help="the split of a Hugging Face data set (default: train)"
     )
-    parser.add_argument(
-        "--text-suffix",
-        action="append",
-        default=[],
-        metavar=".SUFFIX",
-        help="also read files with this suffix as text; can be repeated",
-    )
+    add_repeated(parser, "--text-suffix", ".SUFFIX", "also read files with this suffix as text")
     parser.add_argument(
         "--processes",
         type=int,

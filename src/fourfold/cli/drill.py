@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_changes, add_file, add_ranks
+from fourfold.cli.arguments import add_changes, add_file, add_ranks, add_repeated
 from fourfold.processes import CONTINUE, is_rank, stop_with_agent
 
 if TYPE_CHECKING:
@@ -46,14 +46,9 @@ def add_to(commands: Any) -> None:
         default=20.0,
         help="how long ranks wait for a stopped one; has to be longer than a step (default: 20)",
     )
-    parser.add_argument(
-        "--fault",
-        action="append",
-        default=[],
-        metavar="FAULT",
-        help="inject only this fault, such as kill:at=optimizer,rank=1,step=4 (kill, stop, slow, nan, spike, flip, eio or "
-        "enospc); can be repeated",
-    )
+    actions = "kill, stop, slow, nan, spike, flip, eio or enospc"
+    what = f"inject only this fault, such as kill:at=optimizer,rank=1,step=4 ({actions})"
+    add_repeated(parser, "--fault", "FAULT", what)
     parser.add_argument(
         "--compare",
         action="store_true",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fourfold.cli.arguments import add_changes, add_file
+from fourfold.cli.arguments import add_changes, add_file, add_repeated
 from fourfold.processes import MAX_RESTARTS
 
 
@@ -33,20 +33,9 @@ def _add_slurm(systems: Any) -> None:
     parser.add_argument("--partition", help="partition of the job (default: the cluster's)")
     parser.add_argument("--account", help="account to charge (default: yours)")
     parser.add_argument("--constraint", help="required node features")
-    parser.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other option of sbatch, such as qos=high or exclusive; can be repeated",
-    )
-    parser.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="COMMAND",
-        help="a shell command before the run, such as 'module load cuda'; can be repeated",
-    )
+    other = "any other option of sbatch, such as qos=high or exclusive"
+    add_repeated(parser, "--sbatch", "NAME=VALUE", other)
+    add_repeated(parser, "--setup", "COMMAND", "a shell command before the run, such as 'module load cuda'")
     parser.add_argument(
         "--folder", type=Path, default=Path.cwd(), help="working directory of the job (default: this one)"
     )
@@ -94,13 +83,7 @@ def _add_kubernetes(systems: Any) -> None:
     parser.add_argument("--cpus", help="CPUs per pod, such as 32")
     parser.add_argument("--memory", help="memory per pod, such as 256Gi")
     parser.add_argument("--shared-memory", default="16Gi", help="size of /dev/shm of a pod (default: 16Gi)")
-    parser.add_argument(
-        "--node-selector",
-        action="append",
-        default=[],
-        metavar="LABEL=VALUE",
-        help="label of the nodes to use; can be repeated",
-    )
+    add_repeated(parser, "--node-selector", "LABEL=VALUE", "label of the nodes to use")
     parser.add_argument(
         "--max-restarts", type=int, default=10, help="how often to restart after failures (default: 10)"
     )

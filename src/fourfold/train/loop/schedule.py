@@ -21,8 +21,6 @@ def learning_rate_factor(schedule: ScheduleSection, step: int) -> float:
         return 1.0
     if schedule.kind == "wsd":
         left = min(1.0, (schedule.steps - 1 - step) / schedule.decay_steps)
-    elif step <= schedule.warmup_steps:
-        left = 1.0
     else:
         decay_steps = max(1, schedule.steps - 1 - schedule.warmup_steps)
         left = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - schedule.warmup_steps) / decay_steps)))

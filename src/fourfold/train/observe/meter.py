@@ -35,12 +35,17 @@ class Meter(Callback):
         self._results: list[StepResult] = []  # since the last reading
         self._exposed_s: dict[Axis, float] = dict.fromkeys(AXES, 0.0)  # in the last logged step
         self._timed_s: dict[str, float] = {}  # of the trainer, at the last reading
+        # With all ranks at their peak; None if the peak or the FLOPs of the model are not known.
         self._ideal_s_per_token: float | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.is_first:
             self._timed_s = dict(trainer.timed_s)
-            self._ideal_s_per_token = _ideal_seconds_per_token(trainer)
+            run, ranks = trainer.run, trainer.grid.mesh.size()
+            peak = peak_flops(trainer.grid.device, run.engine.precision)
+            flops = flops_per_token(trainer.model, run.data.sequence_length)
+            if peak is not None and flops is not None:
+                self._ideal_s_per_token = flops / (peak * ranks)
 
     @contextmanager
     def around_step(self, trainer: Trainer) -> Iterator[None]:
@@ -86,15 +91,6 @@ class Meter(Callback):
             metrics["mfu"] = self._ideal_s_per_token * last.tokens / step_s / last.metrics.get("replicas", 1)
         # Evaluations and checkpoints are not part of each step: these are totals since the last reading.
         return metrics | {f"{activity}_s": s for activity, s in timed_s.items() if s > 0}
-
-
-def _ideal_seconds_per_token(trainer: Trainer) -> float | None:
-    """Seconds that a token takes with all ranks at their peak FLOP/s; None if the peak or the FLOPs are not known."""
-    peak = peak_flops(trainer.grid.device, trainer.run.engine.precision)
-    flops = flops_per_token(trainer.model, trainer.run.data.sequence_length)
-    if peak is None or flops is None:
-        return None
-    return flops / (peak * trainer.grid.mesh.size())
 
 
 def memory_bytes(device: torch.device) -> int:

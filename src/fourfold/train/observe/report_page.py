@@ -47,7 +47,7 @@ def page(
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p class=note>{escape(_state(about, metrics))}</p>",
-        tiles(_headline(about, metrics)),
+        tiles(_headline(about, metrics, times_s)),
         "<h2>Loss</h2>",
         *_loss(metrics),
         "<div class=pair>",
@@ -76,7 +76,7 @@ def _state(about: Mapping[str, Any], metrics: Metrics) -> str:
     return "; ".join(words) + "."
 
 
-def _headline(about: Mapping[str, Any], metrics: Metrics) -> dict[str, str]:
+def _headline(about: Mapping[str, Any], metrics: Metrics, times_s: Mapping[str, float]) -> dict[str, str]:
     last = metrics[-1]
     values = {"loss": f"{last['loss']:.4f}"}
     validation = [line["validation_loss"] for line in metrics if "validation_loss" in line]
@@ -91,9 +91,8 @@ def _headline(about: Mapping[str, Any], metrics: Metrics) -> dict[str, str]:
     values["resident, rank 0" if is_cpu else "peak memory, rank 0"] = f"{memory / 2**30:.2f} GiB"
     if "tokens" in last:
         values["tokens"] = amount(last["tokens"])
-    known = [start["seconds"] for start in about["starts"] if "seconds" in start]
-    if len(known) == len(about["starts"]):
-        values["total time"] = duration(sum(known))
+    if "other" in times_s:  # all of the time is known
+        values["total time"] = duration(sum(times_s.values()))
     return values
 
 
