@@ -1,19 +1,14 @@
-"""Console output: a line per step with fixed columns, and on a terminal a progress bar below."""
+"""Console output: a line per step with fixed columns."""
 
 import re
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from benchmarks.ranks import RankPool
-from fourfold import Grid
 from fourfold.config.schema import RunConfig
-from fourfold.train.loop.trainer import Trainer
-from fourfold.train.observe.console import ConsoleLogger, log_line
-from fourfold.train.observe.meter import Meter
+from fourfold.train.observe.console import log_line
 from fourfold.train.observe.metrics import read_metrics
 from tests.training import on, write_run
 from tests.watching import watch
@@ -54,24 +49,6 @@ def test_one_line_per_step_with_fixed_columns(pool: RankPool, run: RunConfig) ->
         share = step["exposed_z_s"] / step["seconds"]
         assert f"exposed z {step['exposed_z_s']:.4f} s {share:6.1%}" in line
         assert ("validation" in line) == (step["step"] in (5, 10, 12))
-
-
-def on_a_terminal(run: RunConfig) -> str:
-    out = StringIO()
-    console = Console(file=out, force_terminal=True, width=200, height=40, legacy_windows=False)
-    Trainer(run, Grid.create(SHAPE), [Meter(), ConsoleLogger(console)]).train()
-    return out.getvalue()
-
-
-def test_a_terminal_shows_lines_and_a_bar(pool: RankPool, run: RunConfig) -> None:
-    out = pool.run(on_a_terminal, 2, run)[0]
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
-    assert re.search(r"12/12 +100%", text)
-    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1  # the cursor is restored
-    steps = [int(step) for step in re.findall(r"step +(\d+)/12  loss", text)]
-    assert steps == sorted(steps)  # not all: drawing is held to a share of the time
-    assert {1, 12} <= set(steps)
-    assert "done: 12 steps in" in text
 
 
 def test_a_line_has_mfu_on_a_gpu() -> None:

@@ -1,15 +1,10 @@
-"""Console output of a run: one line per logged step, on a terminal with a progress bar below."""
+"""Console output of a run: one line per logged step, with each metric in a fixed column."""
 
 from __future__ import annotations
 
-import atexit
 import math
-import sys
 import time
 from collections import deque
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn
 
 from fourfold.mesh.axes import AXES
 from fourfold.train.loop.trainer import Trainer
@@ -17,69 +12,45 @@ from fourfold.train.observe.metrics import MetricsLogger
 from fourfold.train.observe.run_metadata import describe_run
 
 _RECENT = 50  # logged steps that the time left is estimated from
-_SHARE = 0.005  # of the run's time that drawing on a terminal may take
 
 
 class ConsoleLogger(MetricsLogger):
     """Writes to the standard output of rank 0."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(file=sys.stdout, highlight=False)
+    def __init__(self) -> None:
         self._pace: deque[tuple[float, int]] = deque(maxlen=_RECENT)
         self._start_s = 0.0
         self._first_step = 0
         self._last: dict[str, float] = {}
-        # Drawn with the lines, not by a thread that would slow down the steps.
-        columns = BarColumn(), MofNCompleteColumn(), TaskProgressColumn()
-        self._bar = Progress(*columns, console=self._console, auto_refresh=False)
-        self._drawn_s = self._pause_s = 0.0
 
     def open(self, trainer: Trainer) -> None:
         self._start_s, self._first_step = time.perf_counter(), trainer.step
         self._pace.append((self._start_s, trainer.step))
-        self._print(describe_run(trainer))
+        print(describe_run(trainer), flush=True)
         for note in trainer.report.notes:  # such as an option without effect, or an unused weight
-            self._print(f"  {note}")
+            print(f"  {note}", flush=True)
         if trainer.step:
             steps = trainer.run.schedule.steps
-            self._print(f"resumed from step {trainer.step} of {steps}{_previous_grid(trainer)}")
-        if self._console.is_terminal:
-            self._bar.add_task("", total=trainer.run.schedule.steps, completed=trainer.step)
-            atexit.register(self._bar.stop)  # restores the cursor if the run fails
-            self._bar.start()
+            print(f"resumed from step {trainer.step} of {steps}{_previous_grid(trainer)}", flush=True)
 
     def write(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         self._last |= metrics
         self._pace.append((time.perf_counter(), step))
         (before_s, before), (now_s, now) = self._pace[0], self._pace[-1]
         steps = trainer.run.schedule.steps
-        line = log_line(metrics, steps, (steps - now) * (now_s - before_s) / max(1, now - before))
-        if not self._console.is_terminal:
-            self._print(line)
-        elif now_s - self._drawn_s > self._pause_s or step == steps:
-            self._bar.update(self._bar.task_ids[0], completed=step)
-            self._print(line)
-            self._drawn_s = time.perf_counter()
-            self._pause_s = max(0.2, (self._drawn_s - now_s) / _SHARE)
+        left_s = (steps - now) * (now_s - before_s) / max(1, now - before)
+        print(log_line(metrics, steps, left_s), flush=True)
 
     def close(self, trainer: Trainer) -> None:
-        if self._console.is_terminal:
-            self._bar.update(self._bar.task_ids[0], completed=trainer.step)
-            self._bar.stop()
-            atexit.unregister(self._bar.stop)
         spent = duration(time.perf_counter() - self._start_s)
         words = [f"{trainer.step - self._first_step} steps in {spent}"]
         for name in ("loss", "validation_loss"):
             if name in self._last:
                 words.append(f"{name.replace('_', ' ')} {self._last[name]:.4f}")
-        self._print(f"{'done' if trainer.is_done else f'stopped at step {trainer.step}'}: {', '.join(words)}")
-
-    def _print(self, text: str) -> None:
-        if self._console.is_terminal:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-        else:
-            # Not through rich: it would wrap lines in a file, and take as long as everything else together.
-            print(text, file=self._console.file, flush=True)
+        print(
+            f"{'done' if trainer.is_done else f'stopped at step {trainer.step}'}: {', '.join(words)}",
+            flush=True,
+        )
 
 
 _LOGGED = {
