@@ -27,7 +27,8 @@ def begin(
     run = _run_of(folder, faults)
     own = [change for fault in faults for change in scenario_for(fault, timeout_s).changes]
     config = without_trackers(load_run(file, [*changes, *changes_for(run), *own]))
-    ranks = _world_size() if config.grid.auto else config.grid.size
+    started = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", 1))
+    ranks = started if config.grid.auto else config.grid.size
     for fault in faults:
         check_fault(fault, ranks, ranks if config.grid.auto else config.grid.data)
         if fault.action == "slow" and not fault.seconds:
@@ -74,7 +75,3 @@ def judge(folder: Path, faults: Sequence[Fault]) -> tuple[list[str], str]:
 
 def _run_of(folder: Path, faults: Sequence[Fault]) -> Path:
     return folder.resolve() / ("disturbed" if faults else "undisturbed")
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])

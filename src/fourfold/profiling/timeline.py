@@ -73,10 +73,7 @@ def events(flights: list[InFlightCollective], origin_ns: int) -> list[dict[str, 
         track = AXES.index(flight.axis)
         name = f"{flight.axis} {flight.kind} {flight.module or flight.purpose}"
         arguments = {
-            "axis": flight.axis,
-            "kind": flight.kind,
-            "purpose": flight.purpose,
-            "module": flight.module,
+            **{field: getattr(flight, field) for field in ("axis", "kind", "purpose", "module")},
             "bytes": flight.payload_bytes,
             "exposed_s": sum(end - start for start, end in flight.waits_ns) / 1e9,
         }

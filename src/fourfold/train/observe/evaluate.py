@@ -14,7 +14,7 @@ class Evaluation(Callback):
 
     def __init__(self, sequences: int, every_steps: int | None) -> None:
         self._sequences, self._every = sequences, every_steps
-        self._loader: Loader | None = None
+        self._loader: Loader
 
     def on_start(self, trainer: Trainer) -> None:
         run, grid = trainer.run, trainer.grid
@@ -32,7 +32,6 @@ class Evaluation(Callback):
 
     def loss(self, trainer: Trainer) -> float:
         """Evaluate in micro-batches of the training step's size, so that evaluation needs no more memory."""
-        assert self._loader is not None
         counted, parts = trainer.split(self._loader.read(0))
         total = torch.zeros((), device=trainer.grid.device)
         with evaluating(trainer.model):

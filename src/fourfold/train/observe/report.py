@@ -48,11 +48,7 @@ class RunReport(MetricsLogger):
             "until_step": trainer.step,
             "seconds": time.perf_counter() - self._start_s,
             # The last checkpoint comes after the last line.
-            "unlogged_s": {
-                activity: s - self._logged_s.get(activity, 0.0)
-                for activity, s in trainer.timed_s.items()
-                if s > self._logged_s.get(activity, 0.0)
-            },
+            "unlogged_s": {what: s - self._logged_s.get(what, 0.0) for what, s in trainer.timed_s.items()},
         }
         write_run_metadata(self._folder, metadata)
         try:

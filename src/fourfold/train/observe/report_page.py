@@ -176,15 +176,12 @@ def _prediction(comparison: Comparison | str) -> list[str]:
         (name, {p: parts[p] for p in shown})
         for name, parts in (("predicted", predicted), ("measured", measured))
     ]
+    table = [(part, predicted[part], measured[part]) for part in shown]
+    table.append(("step", comparison.predicted_step_s, run.step_s))
     cells = "".join(
-        f"<tr><td>{part}<td>{seconds(predicted[part])}<td>{seconds(measured[part])}"
-        f"<td>{signed(measured[part] - predicted[part])}<td>{(measured[part] - predicted[part]) / run.step_s:+.1%}"
-        for part in shown
-    )
-    gap_s = run.step_s - comparison.predicted_step_s
-    cells += (
-        f"<tr><td>step<td>{seconds(comparison.predicted_step_s)}<td>{seconds(run.step_s)}<td>{signed(gap_s)}"
-        f"<td>{gap_s / run.step_s:+.1%}"
+        f"<tr><td>{part}<td>{seconds(expected_s)}<td>{seconds(found_s)}"
+        f"<td>{signed(found_s - expected_s)}<td>{(found_s - expected_s) / run.step_s:+.1%}"
+        for part, expected_s, found_s in table
     )
     return [
         keys({part: _PART_COLOURS[part] for part in shown}),

@@ -19,16 +19,13 @@ class Rollbacks:
 
     def __init__(self) -> None:
         self.count = 0
-        self._requested: tuple[int, str, bool] | None = None
+        self.reason = ""  # of the last request
+        self._requested: tuple[int, bool] | None = None
         self._times: dict[int, int] = {}  # by the step of the checkpoint
 
     @property
     def is_requested(self) -> bool:
         return self._requested is not None
-
-    @property
-    def reason(self) -> str:
-        return self._requested[1] if self._requested is not None else ""
 
     def request(self, before: int, reason: str, *, random_fault: bool = False) -> None:
         """After this step, roll back to the newest checkpoint from before step ``before``.
@@ -36,12 +33,13 @@ class Rollbacks:
         ``random_fault``: the hardware is certainly the cause, so no samples are skipped.
         """
         if self._requested is None:
-            self._requested = (before, reason, random_fault)
+            self._requested, self.reason = (before, random_fault), reason
 
     def roll_back(self, training: TrainState, checkpoints: Checkpoints | None) -> str:
         """Do what was requested; returns a message."""
         assert self._requested is not None
-        (before, reason, random_fault), self._requested = self._requested, None
+        (before, random_fault), self._requested = self._requested, None
+        reason = self.reason
         failed_at, samples = training.step, training.data["samples"]
         step = checkpoints.load(training, before=before) if checkpoints is not None else None
         if step is None:

@@ -82,26 +82,23 @@ class TorchFTManager:
     def start_step(self) -> None:
         """Wait for the others, as long as they are alive; copy the state of the run from one of them if it is ahead."""
         with self._loop.timed("quorum"):
-            self._form_quorum()
-
-    def _form_quorum(self) -> None:
-        if self._manager is None:
-            self._join()
-        before = self.size, self.index
-        self._group.set_timeout(self._connect_timeout)
-        self._manager.start_quorum()
-        if self._failure():
-            # They could not connect. The step is computed but not committed; then it is repeated, with more time.
-            self._connect_timeout = min(2 * self._connect_timeout, self._timeout)
-        else:
-            self._set_timeout()
-        self.size, self.index = self._manager.num_participants(), self._manager.participating_rank()
-        if (self.size, self.index) != before:
-            rows = replica_rows(self._run.sequences, self._grid.z, self.size, self.index)
-            self._log(
-                f"{self.size} of {self.planned} replicas take part; this one has sequences {rows.start} to {rows.stop} of "
-                "each batch"
-            )
+            if self._manager is None:
+                self._join()
+            before = self.size, self.index
+            self._group.set_timeout(self._connect_timeout)
+            self._manager.start_quorum()
+            if self._failure():
+                # They could not connect. The step is computed but not committed; then it is repeated, with more time.
+                self._connect_timeout = min(2 * self._connect_timeout, self._timeout)
+            else:
+                self._set_timeout()
+            self.size, self.index = self._manager.num_participants(), self._manager.participating_rank()
+            if (self.size, self.index) != before:
+                rows = replica_rows(self._run.sequences, self._grid.z, self.size, self.index)
+                self._log(
+                    f"{self.size} of {self.planned} replicas take part; this one has sequences {rows.start} to {rows.stop} of "
+                    "each batch"
+                )
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over the replicas, in place. The result is arbitrary if one is lost; the step is repeated then."""

@@ -62,15 +62,13 @@ class ReplicaConsistencyCheck(Callback):
 
     def __init__(self, every_steps: int) -> None:
         self._every = every_steps
-        self._agreed_at = (
-            0  # the last step at which all replicas agreed, or the checkpoint that the run resumed from
-        )
+        # The last step at which all replicas agreed, or the checkpoint that the run resumed from.
+        self._agreed_at = 0
 
     def on_start(self, trainer: Trainer) -> None:
         self._agreed_at = trainer.step
 
-    def on_rollback(self, trainer: Trainer) -> None:
-        self._agreed_at = trainer.step
+    on_rollback = on_start
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % self._every == 0:

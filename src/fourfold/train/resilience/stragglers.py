@@ -42,8 +42,7 @@ class Stragglers(Callback):
     def on_start(self, trainer: Trainer) -> None:
         self._results, self._waits_s, self._own_s = [], [], []
 
-    def on_rollback(self, trainer: Trainer) -> None:
-        self.on_start(trainer)
+    on_rollback = on_start
 
     @contextmanager
     def around_step(self, trainer: Trainer) -> Iterator[None]:

@@ -31,13 +31,10 @@ def axis_group(rank: int, axis: Axis, shape: Sequence[int]) -> list[int]:
         >>> axis_group(5, "z", (1, 2, 2, 2)), axis_group(5, "x", (1, 2, 2, 2))
         ([1, 5], [4, 5])
     """
-    stride = 1
-    for name, size in zip(reversed(AXES), reversed(shape), strict=True):
-        if name == axis:
-            first = rank - rank // stride % size * stride
-            return [first + i * stride for i in range(size)]
-        stride *= size
-    raise AssertionError(axis)
+    place = AXES.index(axis)
+    size, stride = shape[place], prod(shape[place + 1 :])
+    first = rank - rank // stride % size * stride
+    return [first + i * stride for i in range(size)]
 
 
 def find_missing(
