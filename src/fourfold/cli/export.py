@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+from fourfold.cli.plan import amount
 
 
 def add_to(commands: Any) -> None:
@@ -64,17 +63,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def size_bytes(text: str) -> int:
-    """A number of bytes, with an optional suffix KB, MB, GB, KiB, MiB or GiB.
+    """A number of bytes, with an optional suffix KB, MB, GB or TB.
 
     Example:
-        >>> size_bytes("5GB"), size_bytes("1.5 MiB")
-        (5000000000, 1572864)
+        >>> size_bytes("5GB"), size_bytes("1.5 mb")
+        (5000000000, 1500000)
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
-    unit = UNITS.get(match[2].upper()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
+    size = int(amount(text.strip().upper().removesuffix("B")))
     if size < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; give a number of bytes such as 500MB or 5GB"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; use 500MB, 5GB or another one")
     return size

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from fourfold.mesh.axes import AXES
 from fourfold.mesh.collectives import InFlightCollective
@@ -36,13 +36,10 @@ def timeline(path: str | Path, grid: Grid) -> Iterator[None]:
     """
     rank = dist.get_rank()
     writes = rank == 0 or "{rank}" in str(path)
-    activities = [ProfilerActivity.CPU]
-    if grid.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
     if not writes:
         yield
         return
-    with grid.collectives.recording() as flights, profile(activities=activities) as profiler:
+    with grid.collectives.recording() as flights, profile() as profiler:
         yield
         if grid.device.type == "cuda":
             torch.cuda.synchronize()

@@ -47,10 +47,8 @@ class ConsoleLogger(MetricsLogger):
         for name in ("loss", "validation_loss"):
             if name in self._last:
                 words.append(f"{name.replace('_', ' ')} {self._last[name]:.4f}")
-        print(
-            f"{'done' if trainer.is_done else f'stopped at step {trainer.step}'}: {', '.join(words)}",
-            flush=True,
-        )
+        how = "done" if trainer.is_done else f"stopped at step {trainer.step}"
+        print(f"{how}: {', '.join(words)}", flush=True)
 
 
 _LOGGED = {

@@ -20,6 +20,7 @@ from fourfold.train.observe.metrics import MetricsLogger, with_groups
 from fourfold.train.observe.run_metadata import run_metadata
 
 _IDS = "trackers.json"
+_ABOUT = ("name", "parameters", "device", "versions")  # what a tracker is told besides the run config
 # Name, description, and the metric of a step. Base units, as Prometheus recommends.
 _GAUGES = (
     ("fourfold_step", "Steps done.", "step"),
@@ -162,10 +163,7 @@ def check_installed(module: str, extra: str, option: str) -> None:
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
     metadata = run_metadata(trainer)
-    return {
-        **metadata["config"],
-        **{key: metadata[key] for key in ("name", "parameters", "device", "versions")},
-    }
+    return {**metadata["config"], **{key: metadata[key] for key in _ABOUT}}
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
