@@ -40,9 +40,8 @@ def _names_the_straggler(run: Path, fault: Fault) -> list[str]:
 def _names_the_stopped_rank(run: Path, fault: Fault) -> list[str]:
     summary = run / "logs" / "hang" / "summary.txt"
     said = summary.read_text() if summary.exists() else "nothing"
-    return (
-        [] if f"rank {fault.rank} never arrived" in said else [f"rank {fault.rank} is not named: {said:.300}"]
-    )
+    is_named = f"rank {fault.rank} never arrived" in said
+    return [] if is_named else [f"rank {fault.rank} is not named: {said:.300}"]
 
 
 # -- by action ---------------------------------------------------------------------------------------------------------

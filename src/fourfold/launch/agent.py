@@ -34,9 +34,11 @@ def main(arguments: Sequence[str]) -> int:
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api as launcher
     from torch.distributed.run import parse_args, run
 
-    from fourfold.launch.elastic import has_saved, run_and_rejoin
+    from fourfold.launch.elastic import Agent, has_saved, run_and_rejoin
+    from fourfold.mesh.rendezvous import FRESH_STORE
     from fourfold.train.recovery.stop import AGAIN_S
 
     interrupts_s: list[float] = []
@@ -49,7 +51,11 @@ def main(arguments: Sequence[str]) -> int:
         _end(signum, frame)
 
     signal.signal(signal.SIGINT, interrupt)
-    _patch_torchrun()
+    # Otherwise a host that joins later waits for the store of the first round; ranks have a store of their own.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[FRESH_STORE] = "1"
+    # No option replaces torchrun's agent by another one (seen in torch 2.13.0).
+    launcher.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:
         # Otherwise torchrun would replace our handlers by its own.
         options = parse_args(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
@@ -67,19 +73,6 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return 0
-
-
-def _patch_torchrun() -> None:
-    """Replace torchrun's agent by ours; no option does so (seen in torch 2.13.0)."""
-    from torch.distributed.launcher import api as launcher
-
-    from fourfold.launch import elastic
-    from fourfold.mesh.rendezvous import FRESH_STORE
-
-    # Otherwise a host that joins later waits for the store of the first round; ranks have a store of their own.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ[FRESH_STORE] = "1"
-    launcher.LocalElasticAgent = elastic.Agent  # type: ignore[attr-defined]
 
 
 def _agent() -> Agent | None:

@@ -174,7 +174,11 @@ def fetch(stream: BinaryIO, training: TrainState) -> tuple[Copied, dict[str, int
         table = json.loads(raw)
         manager = {key: int(table["manager"][key]) for key in ("step", "batches_committed")}
         copied = Copied(dict(table["values"]), {}, {})
-        own = _shapes(training)
+        # The shapes of the pieces that this rank has of each of the model's tensors.
+        own = {
+            name.removeprefix(state.MODEL): [tuple(piece.local.shape) for piece in held.shards]
+            for name, held in state.model_tensors(training.model, training.report).items()
+        }
         for name, fields in table["tensors"].items():
             shapes = [tuple(int(size) for size in shape) for shape in fields["pieces"]]
             _check_shapes(name, shapes, own)
@@ -193,15 +197,6 @@ def fetch(stream: BinaryIO, training: TrainState) -> tuple[Copied, dict[str, int
     if _exactly(stream, digest.digest_size) != digest.digest():
         raise CopyError("what a peer sent does not match the hash that it sent with it")
     return copied, manager
-
-
-def _shapes(training: TrainState) -> dict[str, list[tuple[int, ...]]]:
-    """The shapes of the pieces that this rank has of each of the model's tensors."""
-    tensors = state.model_tensors(training.model, training.report)
-    return {
-        name.removeprefix(state.MODEL): [tuple(piece.local.shape) for piece in held.shards]
-        for name, held in tensors.items()
-    }
 
 
 def _check_shapes(name: str, shapes: list[tuple[int, ...]], own: dict[str, list[tuple[int, ...]]]) -> None:

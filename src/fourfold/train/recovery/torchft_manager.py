@@ -71,8 +71,10 @@ class TorchFTManager:
     def _batches(self, loader: Loader) -> Iterator[Batch]:
         reader: Iterator[Batch] = iter(())
         prepared: tuple[slice, int] | None = None
+        sequences, z, z_index = self._run.sequences, self._grid.z, self._grid.coordinate("z")
         while True:
-            rows, sample = self._rows(), int(self._training.data["samples"])
+            rows = rank_rows(sequences, z, z_index, self.size, self.index)
+            sample = int(self._training.data["samples"])
             if (rows, sample) != prepared:
                 reader = loader.batches(sample, rows)
             batch = next(reader)
@@ -156,10 +158,6 @@ class TorchFTManager:
             self._group.parent._get_backend(torch.device("cpu"))._set_default_timeout(self._timeout)
 
     # -- parts of a step -------------------------------------------------------------------------------------------------
-
-    def _rows(self) -> slice:
-        grid = self._grid
-        return rank_rows(self._run.sequences, grid.z, grid.coordinate("z"), self.size, self.index)
 
     def _sum_gradients(self) -> None:
         in_flight: list[tuple[Any, Tensor, list[Tensor]]] = []
