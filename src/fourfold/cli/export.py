@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from typing import Any
 
 from fourfold.cli.plan import amount
@@ -69,7 +70,8 @@ def size_bytes(text: str) -> int:
         >>> size_bytes("5GB"), size_bytes("1.5 mb")
         (5000000000, 1500000)
     """
-    size = int(amount(text.strip().upper().removesuffix("B")))
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; use 500MB, 5GB or another one")
-    return size
+    with suppress(argparse.ArgumentTypeError):
+        size = int(amount(text.strip().upper().removesuffix("B")))
+        if size > 0:
+            return size
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size; give a number of bytes such as 500MB or 5GB")
