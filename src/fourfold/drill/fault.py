@@ -90,9 +90,8 @@ class Fault:
     def parse(text: str) -> Fault:
         """The fault of a text such as ACTION:at=POINT,rank=R,step=S, as `str` writes it."""
         action, _, rest = text.strip().partition(":")
-        numbers = {
-            f.name: int if f.type == "int" else float for f in fields(Fault) if f.type in ("int", "float")
-        }
+        kinds: dict[Any, Any] = {"int": int, "float": float}
+        numbers = {field.name: kinds[field.type] for field in fields(Fault) if field.type in kinds}
         values: dict[str, Any] = {}
         for part in filter(None, rest.split(",")):
             key, equals, value = part.partition("=")
