@@ -27,7 +27,7 @@ def begin(
     run = _run_of(folder, faults)
     own = [change for fault in faults for change in scenario_for(fault, timeout_s).changes]
     config = without_trackers(load_run(file, [*changes, *changes_for(run), *own]))
-    started = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", 1))
+    started = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", "1"))
     ranks = started if config.grid.auto else config.grid.size
     for fault in faults:
         check_fault(fault, ranks, ranks if config.grid.auto else config.grid.data)

@@ -135,8 +135,8 @@ class Agent(LocalElasticAgent):
         self._is_elastic = settings is not None and settings.min_nodes < settings.max_nodes
         is_alone = settings is not None and settings.max_nodes == 1
         address = "localhost" if is_alone else spec.master_addr or spec.local_addr
-        self._stores: Any = FreshStores(rendezvous, address, is_elastic=self._is_elastic)
-        spec.rdzv_handler = self._stores
+        self._stores = FreshStores(rendezvous, address, is_elastic=self._is_elastic)
+        spec.rdzv_handler = self._stores  # type: ignore[assignment]
         spec.master_addr = spec.master_port = None  # ranks use the store of the rendezvous
         super().__init__(spec, *args, **options)
         Agent.current = self
