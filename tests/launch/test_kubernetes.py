@@ -161,7 +161,7 @@ def test_a_terminated_pod_saves_first(tmp_path):
     # The pod's command with another host, port and training module.
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    command = container.command[: container.command.index("fourfold.cli.main")]
+    command = container.command[: container.command.index("fourfold")]
     command[0] = sys.executable
     command = [
         re.sub(r"(--master-addr=).*", r"\g<1>127.0.0.1", part.replace("$(NODE_RANK)", "0"))
