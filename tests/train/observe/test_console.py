@@ -1,14 +1,19 @@
-"""Console output: a line per step with fixed columns."""
+"""Console output: a line per step with fixed columns, and on a terminal a table that fits."""
 
 import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks.ranks import RankPool
+from fourfold import Grid
 from fourfold.config.schema import RunConfig
-from fourfold.train.observe.console import log_line
+from fourfold.train.loop.trainer import Trainer
+from fourfold.train.observe.console import ConsoleLogger, columns_of, columns_that_fit, log_line
+from fourfold.train.observe.meter import Meter
 from fourfold.train.observe.metrics import read_metrics
 from tests.training import on, write_run
 from tests.watching import watch
@@ -49,6 +54,35 @@ def test_one_line_per_step_with_fixed_columns(pool: RankPool, run: RunConfig) ->
         share = step["exposed_z_s"] / step["seconds"]
         assert f"exposed z {step['exposed_z_s']:.4f} s {share:6.1%}" in line
         assert ("validation" in line) == (step["step"] in (5, 10, 12))
+
+
+def on_a_terminal(run: RunConfig, width: int) -> tuple[str, list[tuple[int, list[str]]]]:
+    """(the output to the terminal, the headings that fit at some widths)."""
+    out = StringIO()
+    console = Console(file=out, force_terminal=True, width=width, height=40, legacy_windows=False)
+    trainer = Trainer(run, Grid.create(SHAPE), [Meter(), ConsoleLogger(console)])
+    trainer.train()
+    fits = []
+    for available in (60, 80, 120, 200):
+        columns = columns_that_fit(columns_of(trainer), available)
+        fits.append((sum(c.width + 2 for c in columns), [c.heading for c in columns]))
+    return out.getvalue(), fits
+
+
+def test_a_terminal_shows_a_live_table(pool: RankPool, run: RunConfig) -> None:
+    out, fits = pool.run(on_a_terminal, 2, run, 100)[0]
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out)
+    assert "12 of 12   100%" in text
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1  # the cursor is restored
+    last = text[text.rindex("12 of 12") :]
+    rows = [line.split() for line in last.splitlines() if re.match(r"\s+\d+\s", line)]
+    assert [int(row[0]) for row in rows] == [2, 4, 6, 8, 10, 12]
+    assert max(len(line.rstrip()) for line in last.splitlines()) <= 100
+    for available, (width, headings) in zip((60, 80, 120, 200), fits, strict=True):
+        assert width <= available, headings
+        assert {"step", "loss", "tokens/s"} <= set(headings)
+    assert "exposed z" in fits[-1][1]
+    assert "memory" not in fits[0][1]
 
 
 def test_a_line_has_mfu_on_a_gpu() -> None:

@@ -1,37 +1,55 @@
-"""Console output of a run: one line per logged step, with each metric in a fixed column."""
+"""Console output of a run: a live table on a terminal, one line per logged step elsewhere."""
 
 from __future__ import annotations
 
+import atexit
 import math
+import sys
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from fourfold.mesh.axes import AXES
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fourfold.mesh.axes import AXES, Axis
+from fourfold.planner.show.tables import seconds
 from fourfold.train.loop.trainer import Trainer
 from fourfold.train.observe.metrics import MetricsLogger
 from fourfold.train.observe.run_metadata import describe_run
 
+_ROWS = 10  # of earlier steps, evenly spaced; the newest step comes below them
 _RECENT = 50  # logged steps that the time left is estimated from
+_SHARE = 0.005  # of the run's time that drawing may take
 
 
 class ConsoleLogger(MetricsLogger):
     """Writes to the standard output of rank 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stdout, highlight=False)
         self._pace: deque[tuple[float, int]] = deque(maxlen=_RECENT)
         self._start_s = 0.0
         self._first_step = 0
         self._last: dict[str, float] = {}
+        self._screen: _Screen | None = None
 
     def open(self, trainer: Trainer) -> None:
         self._start_s, self._first_step = time.perf_counter(), trainer.step
         self._pace.append((self._start_s, trainer.step))
-        print(describe_run(trainer), flush=True)
+        self._print(describe_run(trainer))
         for note in trainer.report.notes:  # such as an option without effect, or an unused weight
-            print(f"  {note}", flush=True)
+            self._print(f"  {note}")
         if trainer.step:
             steps = trainer.run.schedule.steps
-            print(f"resumed from step {trainer.step} of {steps}{_previous_grid(trainer)}", flush=True)
+            self._print(f"resumed from step {trainer.step} of {steps}{_previous_grid(trainer)}")
+        if self._console.is_terminal:
+            self._screen = _Screen(self._console, trainer)
 
     def write(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         self._last |= metrics
@@ -39,16 +57,78 @@ class ConsoleLogger(MetricsLogger):
         (before_s, before), (now_s, now) = self._pace[0], self._pace[-1]
         steps = trainer.run.schedule.steps
         left_s = (steps - now) * (now_s - before_s) / max(1, now - before)
-        print(log_line(metrics, steps, left_s), flush=True)
+        if self._screen is not None:
+            self._screen.add(metrics, left_s)
+        else:
+            self._print(log_line(metrics, steps, left_s))
 
     def close(self, trainer: Trainer) -> None:
+        if self._screen is not None:
+            self._screen.close()
         spent = duration(time.perf_counter() - self._start_s)
         words = [f"{trainer.step - self._first_step} steps in {spent}"]
         for name in ("loss", "validation_loss"):
             if name in self._last:
                 words.append(f"{name.replace('_', ' ')} {self._last[name]:.4f}")
-        how = "done" if trainer.is_done else f"stopped at step {trainer.step}"
-        print(f"{how}: {', '.join(words)}", flush=True)
+        self._print(f"{'done' if trainer.is_done else f'stopped at step {trainer.step}'}: {', '.join(words)}")
+
+    def _print(self, text: str) -> None:
+        if self._console.is_terminal:
+            self._console.print(text, highlight=False, markup=False)
+        else:
+            # Not through rich: it would wrap lines in a file, and take as long as everything else together.
+            print(text, file=self._console.file, flush=True)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A metric in the table. On a narrow terminal the columns with the highest ``drop_order`` are dropped first; 0: never."""
+
+    heading: str
+    name: str
+    width: int
+    format: Callable[[dict[str, float]], str]
+    drop_order: int = 0
+
+    def text(self, metrics: dict[str, float]) -> str:
+        return self.format(metrics) if self.name in metrics else ""
+
+
+def columns_of(trainer: Trainer) -> list[Column]:
+    """The columns for this run."""
+    columns = [
+        Column("step", "step", len(f"{trainer.run.schedule.steps:,}") + 2, lambda f: f"{f['step']:,.0f}"),
+        Column("loss", "loss", 7, lambda f: f"{f['loss']:.4f}"),
+        Column("validation", "validation_loss", 10, lambda f: f"{f['validation_loss']:.4f}"),
+        Column("tokens/s", "tokens_per_s", 9, lambda f: f"{f['tokens_per_s']:,.0f}"),
+        Column("a step", "seconds", 8, lambda f: seconds(f["seconds"]), drop_order=3),
+        Column("MFU", "mfu", 6, lambda f: f"{f['mfu']:.1%}"),
+        Column("rate", "learning_rate", 8, lambda f: f"{f['learning_rate']:.2e}", drop_order=5),
+        Column("norm", "gradient_norm", 7, lambda f: f"{f['gradient_norm']:.3f}", drop_order=4),
+        Column("memory", "memory_bytes", 9, lambda f: f"{f['memory_bytes'] / 2**30:.2f} GiB", drop_order=6),
+    ]
+    if trainer.grid.device.type != "cuda":
+        columns = [column for column in columns if column.name != "mfu"]
+    for axis in reversed(AXES):
+        if trainer.grid.size(axis) > 1:
+            columns.append(Column(f"exposed {axis}", f"exposed_{axis}_s", 14, _exposed(axis), drop_order=2))
+    return columns
+
+
+def _exposed(axis: Axis) -> Callable[[dict[str, float]], str]:
+    name = f"exposed_{axis}_s"
+    return lambda f: f"{seconds(f[name])} {f[name] / f['seconds']:4.0%}"
+
+
+def columns_that_fit(columns: Sequence[Column], width: int) -> list[Column]:
+    """Drop columns until the rest fits."""
+    kept = list(columns)
+    while sum(column.width + 2 for column in kept) > width:
+        first = max(kept, key=lambda column: column.drop_order)
+        if first.drop_order == 0:
+            break
+        kept.remove(first)
+    return kept
 
 
 _LOGGED = {
@@ -97,6 +177,86 @@ def duration(span_s: float) -> str:
     if hours:
         return f"{hours} h {minutes:02} min"
     return f"{minutes} min {s:02} s" if minutes else f"{s} s"
+
+
+class _Screen:
+    """The table and the progress bar, drawn in place."""
+
+    def __init__(self, console: Console, trainer: Trainer) -> None:
+        self._console, self._steps = console, trainer.run.schedule.steps
+        self._columns = columns_of(trainer)
+        self._every = _round_up((self._steps - trainer.step) / _ROWS)
+        self._rows: deque[dict[str, float]] = deque(maxlen=_ROWS)
+        self._now: dict[str, float] = {"step": trainer.step}
+        self._validation: dict[str, float] = {}
+        self._left_s: float | None = None
+        self._drawn_s = self._pause_s = 0.0
+        # Drawn when there is something new, not by a thread that would slow down the steps.
+        self._live = Live(console=console, auto_refresh=False)
+        atexit.register(self._live.stop)  # restores the cursor if the run fails
+        self._live.start()
+        self._draw()
+
+    def add(self, metrics: dict[str, float], left_s: float) -> None:
+        # A row shows the newest evaluation up to it.
+        self._validation |= {name: v for name, v in metrics.items() if name == "validation_loss"}
+        before = self._now["step"]
+        self._now, self._left_s = metrics, left_s
+        if metrics["step"] // self._every > before // self._every:
+            self._rows.append(self._validation | metrics)
+        if time.perf_counter() - self._drawn_s > self._pause_s or metrics["step"] == self._steps:
+            self._draw()
+
+    def close(self) -> None:
+        self._draw()
+        self._live.stop()
+        atexit.unregister(self._live.stop)
+
+    def _draw(self) -> None:
+        start_s = time.perf_counter()
+        self._live.update(Group("", self._bar(), "", self._table()), refresh=True)
+        self._drawn_s = time.perf_counter()
+        self._pause_s = max(0.2, (self._drawn_s - start_s) / _SHARE)
+
+    def _table(self) -> RenderableType:
+        columns = columns_that_fit(self._columns, self._console.width)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for column in columns:
+            table.add_column(justify="right", no_wrap=True, min_width=column.width)
+        table.add_row(*(column.heading for column in columns), style="dim")
+        for row in self._rows:
+            if row["step"] != self._now["step"]:
+                table.add_row(*(Text(column.text(row)) for column in columns), style="dim")
+        newest = self._validation | self._now
+        table.add_row(*(Text(column.text(newest)) for column in columns), style="bold")
+        return table
+
+    def _bar(self) -> RenderableType:
+        done = int(self._now["step"])
+        left = "" if self._left_s is None or done == self._steps else f"{duration(self._left_s)} left"
+        words = f"  {done:,} of {self._steps:,}   {done / self._steps:.0%}   {left}"
+        width = max(10, min(60, self._console.width - len(words) - 2))
+        bar: Any = ProgressBar(
+            self._steps, done, width=width, style="grey23", complete_style="cyan", finished_style="cyan"
+        )
+        line = Table.grid()
+        line.add_row(bar, Text(words))
+        return line
+
+
+def _round_up(steps: float) -> int:
+    """The next round number of steps.
+
+    Example:
+        >>> [_round_up(n) for n in (0.3, 3, 70, 101)]
+        [1, 5, 100, 200]
+    """
+    size = 1
+    while True:
+        for factor in (1, 2, 5):
+            if factor * size >= steps:
+                return factor * size
+        size *= 10
 
 
 def _previous_grid(trainer: Trainer) -> str:
