@@ -157,13 +157,13 @@ HEADER = {
 
 
 def read_all(path: Path) -> None:
-    with CheckpointFiles(path) as files:
-        for name in files.names():
-            shape = files.shape(name)
-            if 0 in shape:  # there may be no tensor of that shape, but there is nothing to read
-                continue
-            out = torch.empty(shape, dtype=files.dtype(name))
-            files.read_into(name, out, tuple(slice(0, size) for size in shape))
+    files = CheckpointFiles(path)
+    for name in files.names():
+        shape = files.shape(name)
+        if 0 in shape:  # there may be no tensor of that shape, but there is nothing to read
+            continue
+        out = torch.empty(shape, dtype=files.dtype(name))
+        files.read_into(name, out, tuple(slice(0, size) for size in shape))
 
 
 @FUZZED

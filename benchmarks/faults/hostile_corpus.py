@@ -123,17 +123,17 @@ class Corpus:
                 pass
 
     def read_weights(self) -> None:
-        with CheckpointFiles(self._weights) as files:
-            for name in files.names():
-                shape = files.shape(name)
-                if 0 not in shape:
-                    out = torch.empty(shape, dtype=files.dtype(name))
-                    files.read_into(name, out, tuple(slice(0, size) for size in shape))
+        files = CheckpointFiles(self._weights)
+        for name in files.names():
+            shape = files.shape(name)
+            if 0 not in shape:
+                out = torch.empty(shape, dtype=files.dtype(name))
+                files.read_into(name, out, tuple(slice(0, size) for size in shape))
 
     def read_sharded(self) -> None:
-        with CheckpointFiles(self._model) as files:
-            for name in files.names():
-                files.shape(name)
+        files = CheckpointFiles(self._model)
+        for name in files.names():
+            files.shape(name)
 
     def read_data(self) -> None:
         samples = Samples(self._data, "train", 16)

@@ -78,10 +78,10 @@ def whole(replay: InitReplay, name: str = "w", seed: int = 0, dtype: torch.dtype
 
 
 RANDOM_STEPS = [
-    Step("normal", (0.5, 2.0)),
-    Step("uniform", (-1.0, 3.0)),
-    Step("trunc_normal", (0.0, 1.0, -2.0, 2.0)),
-    Step("trunc_normal", (0.0, 1.0, 1.5, 4.0)),
+    Step("normal_", (0.5, 2.0)),
+    Step("uniform_", (-1.0, 3.0)),
+    Step("trunc_normal_", (0.0, 1.0, -2.0, 2.0)),
+    Step("trunc_normal_", (0.0, 1.0, 1.5, 4.0)),
 ]
 
 
@@ -101,15 +101,15 @@ def replays(draw: st.DrawFn) -> InitReplay:
         start, stop = sorted((draw(st.integers(0, shape[0])), draw(st.integers(0, shape[0]))))
         values = torch.arange((stop - start) * math.prod(shape[1:])).float().view(stop - start, *shape[1:])
         extra = [
-            Step("constant", (0.0,)),
-            Step("normal", (9.0, 1.0)),
-            Step("mul", (3.0,)),
-            Step("copy", values=values),
+            Step("fill_", (0.0,)),
+            Step("normal_", (9.0, 1.0)),
+            Step("mul_", (3.0,)),
+            Step("copy_", values=values),
         ]
         chosen = draw(st.sampled_from(extra))
-        steps.append(Step(chosen.kind, chosen.arguments, (start, stop), chosen.values))
+        steps.append(Step(chosen.op, chosen.arguments, (start, stop), chosen.values))
     if draw(st.booleans()):
-        steps += [Step("div", (7.0,)), Step("add", (0.1,)), Step("clamp", (-0.2, 0.2))]
+        steps += [Step("div_", (7.0,)), Step("add_", (0.1,)), Step("clamp_", (-0.2, 0.2))]
     return InitReplay(shape, tuple(steps))
 
 
@@ -130,7 +130,7 @@ def test_slices_of_any_tiling_are_slices_of_the_full_tensor(replay: InitReplay, 
 
 
 def test_values_depend_on_seed_and_name_and_differ_between_tiles() -> None:
-    replay = InitReplay((600, 600), (Step("normal", (0.0, 1.0)),))
+    replay = InitReplay((600, 600), (Step("normal_", (0.0, 1.0)),))
     first = whole(replay)
     assert torch.equal(first, whole(replay))
     assert not torch.equal(first, whole(replay, seed=1))
@@ -139,14 +139,14 @@ def test_values_depend_on_seed_and_name_and_differ_between_tiles() -> None:
 
 
 def test_the_target_may_have_any_dtype_and_strides_and_be_empty() -> None:
-    replay = InitReplay((300, 500), (Step("normal", (0.0, 1.0)),))
+    replay = InitReplay((300, 500), (Step("normal_", (0.0, 1.0)),))
     expected = whole(replay)
     assert torch.equal(whole(replay, dtype=torch.bfloat16), expected.bfloat16())
     transposed = torch.empty(40, 20).t()
     fill_(transposed, replay, (slice(250, 270), slice(240, 280)), name="w", seed=0)
     assert torch.equal(transposed, expected[250:270, 240:280])
     fill_(torch.empty(0, 500), replay, (slice(7, 7), slice(0, 500)), name="w", seed=0)
-    assert whole(InitReplay((), (Step("constant", (3.0,)),))) == 3
+    assert whole(InitReplay((), (Step("fill_", (3.0,)),))) == 3
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_target_may_have_any_dtype_and_strides_and_be_empty() -> None:
 )
 def test_a_slice_that_does_not_fit_is_rejected(shape: tuple[int, ...], index: tuple[slice, ...]) -> None:
     with pytest.raises(ValueError, match="of w"):
-        fill_(torch.empty(shape), InitReplay((4, 5), (Step("constant", (0.0,)),)), index, name="w", seed=0)
+        fill_(torch.empty(shape), InitReplay((4, 5), (Step("fill_", (0.0,)),)), index, name="w", seed=0)
 
 
 def assert_same_distribution(name: str, ours: Tensor, stock: Tensor) -> None:
@@ -183,7 +183,7 @@ def test_filled_weights_are_distributed_like_those_of_the_stock_model(family: st
 
 def test_gpt2_residual_projections_are_scaled_by_depth() -> None:
     replays = record_initialization(on_meta(lambda: build("gpt2")))
-    assert replays["transformer.h.1.mlp.c_fc.weight"].steps == (Step("normal", (0.0, 0.02)),)
+    assert replays["transformer.h.1.mlp.c_fc.weight"].steps == (Step("normal_", (0.0, 0.02)),)
     for name in ("attn", "mlp"):
         (step,) = replays[f"transformer.h.1.{name}.c_proj.weight"].steps
         assert step.arguments == pytest.approx((0.0, 0.02 / math.sqrt(2 * 3)))
@@ -335,7 +335,7 @@ def test_an_initialization_that_reads_large_weights_is_rejected() -> None:
 
 def test_a_later_fill_replaces_what_could_not_be_recorded() -> None:
     model = on_meta(lambda: Custom(lambda w: nn.init.ones_(nn.init.orthogonal_(w))))
-    assert record_initialization(model)["weight"].steps == (Step("constant", (1.0,)),)
+    assert record_initialization(model)["weight"].steps == (Step("fill_", (1.0,)),)
 
 
 def test_a_model_with_weights_is_not_changed() -> None:

@@ -74,11 +74,11 @@ def test_a_slice_equals_that_of_the_tensor(
     expected = tensors[name][index].to(dtype)
     out = torch.full(expected.shape[::-1], 99, dtype=dtype).permute(tuple(reversed(range(expected.ndim))))
     out = out if transposed else out.contiguous()
-    with CheckpointFiles(path) as files:
-        assert files.names() == set(tensors)
-        assert files.shape(name) == tuple(tensors[name].shape)
-        assert files.dtype(name) == tensors[name].dtype
-        files.read_into(name, out, index)
+    files = CheckpointFiles(path)
+    assert files.names() == set(tensors)
+    assert files.shape(name) == tuple(tensors[name].shape)
+    assert files.dtype(name) == tensors[name].dtype
+    files.read_into(name, out, index)
     assert torch.equal(out, expected)
 
 
@@ -121,15 +121,15 @@ def test_tensors_that_begin_at_any_byte_are_cast_to_fp32(tmp_path: Path, dtype: 
     header = {"a": entry("U8", [1], 0, 1), "w": entry(name, [3, 4], 1, 1 + len(raw))}
     path = with_header(tmp_path / "odd.safetensors", header, b"\1" + raw)
     out = torch.empty(2, 2)
-    with CheckpointFiles(path) as files:
-        files.read_into("w", out, piece((1, 3), (1, 3)))
+    files = CheckpointFiles(path)
+    files.read_into("w", out, piece((1, 3), (1, 3)))
     assert torch.equal(out, tensor[1:3, 1:3])
 
 
 def test_a_parameter_that_requires_grad_can_be_read_into(single: Path, tensors: dict[str, Tensor]) -> None:
     out = torch.nn.Parameter(torch.empty(1000, dtype=torch.half))
-    with CheckpointFiles(single) as files:
-        files.read_into("row", out, piece((0, 1000)))
+    files = CheckpointFiles(single)
+    files.read_into("row", out, piece((0, 1000)))
     assert torch.equal(out, tensors["row"])
 
 
@@ -137,21 +137,22 @@ def test_a_parameter_that_requires_grad_can_be_read_into(single: Path, tensors: 
     "index", [piece((0, 41), (0, 700)), piece((0, 40)), piece((5, 4), (0, 700)), piece((-1, 3), (0, 4))]
 )
 def test_an_index_outside_the_tensor_is_rejected(single: Path, index: tuple[slice, ...]) -> None:
-    with CheckpointFiles(single) as files, pytest.raises(ValueError, match=r"model\.safetensors: index"):
+    files = CheckpointFiles(single)
+    with pytest.raises(ValueError, match=r"model\.safetensors: index"):
         files.read_into("fp32", torch.empty(0), index)
 
 
 def test_a_target_of_another_shape_is_rejected(single: Path) -> None:
-    with CheckpointFiles(single) as files, pytest.raises(ValueError, match="does not fit"):
+    files = CheckpointFiles(single)
+    with pytest.raises(ValueError, match="does not fit"):
         files.read_into("fp32", torch.empty(3, 700), piece((0, 2), (0, 700)))
 
 
-def test_unknown_names_and_closed_files_are_errors(single: Path, sharded: Path) -> None:
+def test_unknown_names_are_errors(single: Path, sharded: Path) -> None:
     for path in (single, sharded):
-        with CheckpointFiles(path) as files, pytest.raises(ValueError, match="holds no tensor lm_head"):
+        files = CheckpointFiles(path)
+        with pytest.raises(ValueError, match="holds no tensor lm_head"):
             files.shape("lm_head")
-        with pytest.raises(ValueError, match="closed"):
-            files.shape("fp32")
 
 
 def test_pickle_weights_are_rejected(tmp_path: Path) -> None:
@@ -219,11 +220,11 @@ def test_a_file_too_short_for_a_header_is_rejected(tmp_path: Path) -> None:
 
 def test_a_file_truncated_after_opening_is_rejected(tmp_path: Path) -> None:
     path = saved(tmp_path / "model.safetensors", {"w": torch.ones(1000)})
-    with CheckpointFiles(path) as files:
-        with path.open("r+b") as file:
-            file.truncate(path.stat().st_size - 400)
-        with pytest.raises(ValueError, match="file not fully covered"):
-            files.read_into("w", torch.empty(1000), piece((0, 1000)))
+    files = CheckpointFiles(path)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 400)
+    with pytest.raises(ValueError, match="file not fully covered"):
+        files.read_into("w", torch.empty(1000), piece((0, 1000)))
 
 
 def test_unsupported_dtypes_are_named_and_do_not_hide_other_tensors(tmp_path: Path) -> None:
@@ -232,15 +233,13 @@ def test_unsupported_dtypes_are_named_and_do_not_hide_other_tensors(tmp_path: Pa
         "eighth": torch.ones(4).to(torch.float8_e4m3fn),
         "mask": torch.ones(2, dtype=torch.bool),
     }
-    with CheckpointFiles(saved(tmp_path / "model.safetensors", tensors)) as files:
-        out = torch.empty(3)
-        files.read_into("w", out, piece((0, 3)))
-        assert torch.equal(out, tensors["w"])
-        for name, dtype in (("eighth", "F8_E4M3"), ("mask", "BOOL")):
-            with pytest.raises(ValueError, match=f"{name} has dtype {dtype}"):
-                files.read_into(
-                    name, torch.empty(files.shape(name)), piece((0, math.prod(files.shape(name))))
-                )
+    files = CheckpointFiles(saved(tmp_path / "model.safetensors", tensors))
+    out = torch.empty(3)
+    files.read_into("w", out, piece((0, 3)))
+    assert torch.equal(out, tensors["w"])
+    for name, dtype in (("eighth", "F8_E4M3"), ("mask", "BOOL")):
+        with pytest.raises(ValueError, match=f"{name} has dtype {dtype}"):
+            files.read_into(name, torch.empty(files.shape(name)), piece((0, math.prod(files.shape(name)))))
 
 
 @pytest.mark.parametrize(
@@ -267,11 +266,11 @@ def test_an_index_that_disagrees_with_its_files_is_rejected(tmp_path: Path) -> N
     saved(tmp_path / "a.safetensors", {"v": torch.ones(1)})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "a.safetensors", "x": "absent.safetensors"}}))
-    with CheckpointFiles(index) as files:
-        with pytest.raises(ValueError, match=r"a\.safetensors holds w, but it does not"):
-            files.shape("w")
-        with pytest.raises(ValueError, match=r"absent\.safetensors: cannot be opened"):
-            files.shape("x")
+    files = CheckpointFiles(index)
+    with pytest.raises(ValueError, match=r"a\.safetensors holds w, but it does not"):
+        files.shape("w")
+    with pytest.raises(ValueError, match=r"absent\.safetensors: cannot be opened"):
+        files.shape("x")
     index.write_text("{}")
     with pytest.raises(ValueError, match="no weight_map"):
         CheckpointFiles(index)

@@ -83,7 +83,7 @@ def restore_buffers(
     def on_write(owner: Tensor, op: str, target: Tensor, operands: tuple[Any, ...]) -> bool:
         if id(owner) not in buffers:
             return False
-        if op in ("copy_", "fill_", "zero_", "normal_", "uniform_") and target.numel() == owner.numel():
+        if op in OVERWRITES and target.numel() == owner.numel():
             restored.add(id(owner))
         return True
 
@@ -137,7 +137,7 @@ def _record(model: nn.Module, seed: int, computed: frozenset[str]) -> dict[str, 
                 "load a checkpoint instead"
             ) from error
     for name in computed:
-        records[name].steps = [Step("copy", values=records[name].placeholder.detach().float())]
+        records[name].steps = [Step("copy_", values=records[name].placeholder.detach().float())]
     return records
 
 
@@ -204,7 +204,7 @@ class _Record:
             rows_shape = (rows[1] - rows[0], *shape[1:]) if shape else ()
             step = replace(step, values=step.values.expand(target.shape).reshape(rows_shape))
         if rows == (0, height):
-            if step.kind in OVERWRITES:  # earlier steps no longer matter
+            if step.op in OVERWRITES:  # earlier steps no longer matter
                 self.steps.clear()
                 self.unsupported = None
             self.steps.append(step)
@@ -218,7 +218,7 @@ class _Record:
         if any(step.values is not None and step.values.isnan().any() for step in self.steps):
             return f"{self.name} {shape}: a part of it is not set, or set to NaN"
         covered, height = 0, (shape[0] if shape else 1)
-        for start, stop in sorted(step.rows or (0, height) for step in self.steps if step.kind in OVERWRITES):
+        for start, stop in sorted(step.rows or (0, height) for step in self.steps if step.op in OVERWRITES):
             if start <= covered:
                 covered = max(covered, stop)
         if covered < height and self.placeholder.numel():
@@ -233,40 +233,17 @@ def _step(op: str, operands: tuple[Any, ...]) -> Step | str:
     if any(isinstance(operand, Tensor) and operand.device.type == "meta" for operand in operands):
         return f"{op} takes values that are computed from weights"
     if op == "copy_":
-        return Step("copy", values=operands[0].detach().to("cpu", torch.float32, copy=True))
-    unknown = f"{op} with {len(operands)} operands is neither a fill, nor a copy, nor a scaling"
-    for operand in operands:
-        if not (
-            operand is None
-            or isinstance(operand, float | int)
-            or (isinstance(operand, Tensor) and not operand.ndim)
-        ):
-            return unknown
-    bounds = [None if operand is None else float(operand) for operand in operands]
-    numbers = tuple(number for number in bounds if number is not None)
-    match op, len(operands):
-        case "normal_", _:
-            return Step("normal", numbers + (0.0, 1.0)[len(numbers) :])
-        case "uniform_", _:
-            return Step("uniform", numbers + (0.0, 1.0)[len(numbers) :])
-        case "trunc_normal_", _:
-            return Step("trunc_normal", numbers)
-        case "zero_", _:
-            return Step("constant", (0.0,))
-        case "fill_", _:
-            return Step("constant", numbers)
-        case "mul_", 1:
-            return Step("mul", numbers)
-        case "div_", 1:
-            return Step("div", numbers)
-        case "add_", 1:
-            return Step("add", numbers)
-        case "sub_", 1:
-            return Step("add", (-numbers[0],))
-        case "clamp_", _:
-            low, high = (*bounds, None)[:2]
-            return Step("clamp", (-math.inf if low is None else low, math.inf if high is None else high))
-    return unknown
+        return Step("copy_", values=operands[0].detach().to("cpu", torch.float32, copy=True))
+    numbers_only = all(
+        operand is None
+        or isinstance(operand, float | int)
+        or (isinstance(operand, Tensor) and not operand.ndim)
+        for operand in operands
+    )
+    scales = op in ("mul_", "div_", "add_", "sub_") and len(operands) == 1
+    if not (numbers_only and (scales or op in OVERWRITES or op == "clamp_")):
+        return f"{op} with {len(operands)} operands is neither a fill, nor a copy, nor a scaling"
+    return Step(op, tuple(None if operand is None else float(operand) for operand in operands))
 
 
 def _rows(target: Tensor, parameter: Tensor) -> tuple[int, int] | None:

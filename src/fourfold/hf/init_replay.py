@@ -6,13 +6,16 @@ import hashlib
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Kind = Literal["normal", "uniform", "trunc_normal", "constant", "copy", "mul", "div", "add", "clamp"]
-OVERWRITES: frozenset[Kind] = frozenset(("normal", "uniform", "trunc_normal", "constant", "copy"))
+from fourfold.hf.parameter_layout import checked_bounds
+
+RANDOM = frozenset(("normal_", "uniform_", "trunc_normal_"))
+OVERWRITES = RANDOM | {"fill_", "zero_", "copy_"}
 
 # Large enough that seeding a generator (tens of microseconds) is small against drawing (0.4 ms), small enough
 # that a rank that needs a corner of a tile wastes little.
@@ -24,12 +27,11 @@ TILE_SIDE = 256
 class Step:
     """One in-place operation on a parameter, or on the rows `rows = (start, stop)` of its dim 0.
 
-    `arguments` are, by kind: normal (mean, std); uniform (low, high); trunc_normal (mean, std, low, high);
-    constant (value); mul, div, add (operand); clamp (low, high). A copy has `values` instead.
+    `op` is a method of tensors, or trunc_normal_ of `nn.init`, with these arguments. A copy_ has `values` instead.
     """
 
-    kind: Kind
-    arguments: tuple[float, ...] = ()
+    op: str
+    arguments: tuple[float | None, ...] = ()
     rows: tuple[int, int] | None = None
     values: Tensor | None = field(default=None, compare=False, repr=False)
 
@@ -51,13 +53,7 @@ def fill_(out: Tensor, replay: InitReplay, index: tuple[slice, ...], *, name: st
     the CPU in fp32, so they are the same for every device and dtype of `out`, up to the final cast.
     """
     shape = replay.shape
-    bounds = [(part.start, part.stop) for part in index]
-    if len(bounds) != len(shape) or any(
-        not 0 <= lo <= hi <= n for (lo, hi), n in zip(bounds, shape, strict=True)
-    ):
-        raise ValueError(f"index {bounds} is not within the shape {list(shape)} of {name}")
-    if list(out.shape) != [hi - lo for lo, hi in bounds]:
-        raise ValueError(f"slice {bounds} of {name} does not fit a tensor of shape {list(out.shape)}")
+    bounds = checked_bounds(index, shape, out, name)
     if out.numel() == 0:
         return
 
@@ -96,32 +92,15 @@ def _replay(step: Step, tile: Tensor, corner: list[int], generator: torch.Genera
             return
         tile = tile[start - corner[0] : stop - corner[0]]
         corner = [start - step.rows[0], *corner[1:]]
-    n = step.arguments
-    if step.kind in ("normal", "uniform", "trunc_normal"):
+    if step.values is not None:
+        here = tuple(slice(c, c + side) for c, side in zip(corner, tile.shape, strict=True))
+        tile.copy_(step.values[here])
+        return
+    operation: Any = getattr(tile, step.op, None) or partial(nn.init.trunc_normal_, tile)
+    options = {}
+    if step.op in RANDOM:
         # The CPU generator takes 32 bits of a seed, so among the six million tiles of a 405B model a few thousand
         # pairs hold the same values. Nothing depends on their being distinct.
-        generator.manual_seed(
-            int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=4).digest(), "little")
-        )
-    match step.kind:
-        case "normal":
-            tile.normal_(n[0], n[1], generator=generator)
-        case "uniform":
-            tile.uniform_(n[0], n[1], generator=generator)
-        case "trunc_normal":
-            mean, std, low, high = n
-            nn.init.trunc_normal_(tile, mean, std, low, high, generator)
-        case "constant":
-            tile.fill_(n[0])
-        case "mul":
-            tile.mul_(n[0])
-        case "div":
-            tile.div_(n[0])
-        case "add":
-            tile.add_(n[0])
-        case "clamp":
-            tile.clamp_(n[0], n[1])
-        case "copy":
-            assert step.values is not None
-            here = tuple(slice(c, c + side) for c, side in zip(corner, tile.shape, strict=True))
-            tile.copy_(step.values[here])
+        digest = hashlib.blake2b(stream.encode(), digest_size=4).digest()
+        options["generator"] = generator.manual_seed(int.from_bytes(digest, "little"))
+    operation(*step.arguments, **options)

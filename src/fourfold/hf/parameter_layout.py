@@ -100,6 +100,20 @@ def chunk(length: int, parts: int, which: int) -> slice:
     return slice(min(which * size, length), min((which + 1) * size, length))
 
 
+def checked_bounds(
+    index: tuple[slice, ...], shape: tuple[int, ...], out: Tensor, name: str, where: str = ""
+) -> list[tuple[int, int]]:
+    """(start, stop) of a slice along each dim; it has to be within the ``shape`` of tensor ``name``, and to fit ``out``."""
+    bounds = [(part.start, part.stop) for part in index]
+    if len(bounds) != len(shape) or any(
+        not 0 <= lo <= hi <= n for (lo, hi), n in zip(bounds, shape, strict=True)
+    ):
+        raise ValueError(f"{where}index {bounds} is not within the shape {list(shape)} of {name}")
+    if list(out.shape) != [hi - lo for lo, hi in bounds]:
+        raise ValueError(f"{where}slice {bounds} of {name} does not fit a tensor of shape {list(out.shape)}")
+    return bounds
+
+
 def describe(layouts: list[ParameterLayout]) -> str:
     """Where the parameters of a module are, in words."""
     parts = []

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fourfold.hf.parameter_layout import checked_bounds
 from fourfold.untrusted_input import open_file, plain_name, read_json
 
 MAX_DIMS = 64  # the limit of PyTorch
@@ -34,12 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor as the header of its file describes it."""
-
-    dtype: str
-    shape: tuple[int, ...]
+_Entry = tuple[str, tuple[int, ...]]  # dtype and shape of a tensor, as the header of its file has them
 
 
 class CheckpointFiles:
@@ -51,7 +45,6 @@ class CheckpointFiles:
 
     def __init__(self, folder_or_file: str | os.PathLike[str]) -> None:
         self._tables: dict[Path, dict[str, _Entry]] = {}
-        self._closed = False
         self.path = _locate(Path(folder_or_file))
         self._file_of: dict[str, Path]
         if self.path.name.endswith(".json"):
@@ -63,45 +56,26 @@ class CheckpointFiles:
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._find(name)[1].shape
+        return self._find(name)[1][1]
 
     def dtype(self, name: str) -> torch.dtype:
-        path, entry = self._find(name)
-        if entry.dtype not in DTYPES:
+        path, (dtype, _) = self._find(name)
+        if dtype not in DTYPES:
             raise ValueError(
-                f"{path}: {name} has dtype {entry.dtype}, which is not supported; "
+                f"{path}: {name} has dtype {dtype}, which is not supported; "
                 f"convert it to one of {', '.join(DTYPES)}"
             )
-        return DTYPES[entry.dtype]
+        return DTYPES[dtype]
 
     def read_into(self, name: str, out: Tensor, index: tuple[slice, ...]) -> None:
         """Fill `out`, of any device, dtype and strides, with the slice `index` of tensor `name`."""
-        path, entry = self._find(name)
+        path, (_, shape) = self._find(name)
         self.dtype(name)
-        bounds = [(part.start, part.stop) for part in index]
-        if len(bounds) != len(entry.shape) or any(
-            not 0 <= lo <= hi <= n for (lo, hi), n in zip(bounds, entry.shape, strict=True)
-        ):
-            raise ValueError(f"{path}: index {bounds} is not within the shape {list(entry.shape)} of {name}")
-        if list(out.shape) != [hi - lo for lo, hi in bounds]:
-            raise ValueError(
-                f"{path}: slice {bounds} of {name} does not fit a tensor of shape {list(out.shape)}"
-            )
+        checked_bounds(index, shape, out, name, f"{path}: ")
         if out.numel():
             with _opened(path) as file:
                 # A view of the mapped file: nothing but `out` is allocated for a CPU tensor, whatever the slice.
                 out.detach().copy_(file.get_slice(name)[index])
-
-    def close(self) -> None:
-        self._closed = True
-
-    def __enter__(self) -> CheckpointFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _find(self, name: str) -> tuple[Path, _Entry]:
         if name not in self._file_of:
@@ -113,15 +87,13 @@ class CheckpointFiles:
         return path, table[name]
 
     def _table(self, path: Path) -> dict[str, _Entry]:
-        if self._closed:
-            raise ValueError(f"{self.path}: is closed")
         if path not in self._tables:
             with _opened(path) as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                table = {n: _Entry(s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
-            for name, entry in table.items():
-                if len(entry.shape) > MAX_DIMS:
-                    raise ValueError(f"{path}: {name} has {len(entry.shape)} dims, more than {MAX_DIMS}")
+                table = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+            for name, (_, shape) in table.items():
+                if len(shape) > MAX_DIMS:
+                    raise ValueError(f"{path}: {name} has {len(shape)} dims, more than {MAX_DIMS}")
             self._tables[path] = table
         return self._tables[path]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -81,16 +80,16 @@ def parallelize(
 
     # 7. Values for the shards of a model that was built on meta, or that a checkpoint has.
     unused: set[str] = set()
-    with CheckpointFiles(checkpoint) if checkpoint is not None else nullcontext() as files:
-        if on_meta:
-            model.to_empty(device=grid.device)
-            restore_buffers(model, grid.device, from_checkpoint=files.names() if files else ())
-        else:
-            _move_buffers(model, grid.device)
-        if files is not None:
-            unused = load_shards(model, report.layouts, files, grid)
-        elif on_meta:
-            init_shards(model, report.layouts, replays, grid, seed)
+    files = CheckpointFiles(checkpoint) if checkpoint is not None else None
+    if on_meta:
+        model.to_empty(device=grid.device)
+        restore_buffers(model, grid.device, from_checkpoint=files.names() if files else ())
+    else:
+        _move_buffers(model, grid.device)
+    if files is not None:
+        unused = load_shards(model, report.layouts, files, grid)
+    elif on_meta:
+        init_shards(model, report.layouts, replays, grid, seed)
     seed_ranks(grid, seed)
     return report.with_unused(unused)
 
