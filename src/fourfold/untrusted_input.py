@@ -6,7 +6,9 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 MAX_JSON_BYTES = 100_000_000
 MAX_LAYERS = 10_000
@@ -71,6 +73,9 @@ def natural(value: Any, limit: int = 1 << 62) -> int:
     if type(value) is not int or not 0 <= value < limit:
         raise ValueError(f"{value!r:.80} is not an integer from 0 to {limit}")
     return value
+
+
+Natural = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]  # of a pydantic dataclass
 
 
 def word(value: Any) -> str:

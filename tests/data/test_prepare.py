@@ -27,8 +27,7 @@ from fourfold.data import shards
 from fourfold.data.documents import Reading, documents
 from fourfold.data.inputs import find_inputs, parts
 from fourfold.data.manifest import DatasetManifest, split_of
-from fourfold.data.plan import Settings
-from fourfold.data.prepare import prepare
+from fourfold.data.prepare import Settings, prepare
 from fourfold.data.samples import Samples
 from fourfold.data.tokenizer import save_tokenizer, train_tokenizer
 from tests import prepared

@@ -20,8 +20,7 @@ from fourfold.checkpoint.manifest import CorruptCheckpointError
 from fourfold.cli.main import main
 from fourfold.config import run_file
 from fourfold.data.manifest import DatasetManifest
-from fourfold.data.plan import Settings
-from fourfold.data.prepare import prepare
+from fourfold.data.prepare import Settings, prepare
 from fourfold.export import export
 from fourfold.train.loop.trainer import Trainer
 from fourfold.train.observe.evaluate import Evaluation

@@ -86,8 +86,7 @@ def _add_info(actions: Any) -> None:
 def prepare(options: argparse.Namespace) -> int:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from fourfold.data.inspect import describe
-    from fourfold.data.plan import Settings
+    from fourfold.data.prepare import Settings
     from fourfold.data.prepare import prepare as run
 
     settings = Settings(
@@ -111,17 +110,17 @@ def prepare(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             progress=lambda done, total: bars.update(bar, completed=done, total=total),
         )
-    print(describe(options.folder, manifest))
+    print(manifest.describe(options.folder))
     print(f"took {time.perf_counter() - start_s:.1f} s")
     return 0
 
 
 def info(options: argparse.Namespace) -> int:
-    from fourfold.data.inspect import describe, show
     from fourfold.data.manifest import DatasetManifest
+    from fourfold.data.samples import show
 
     manifest = DatasetManifest.load(options.folder)
-    print(describe(options.folder, manifest))
+    print(manifest.describe(options.folder))
     wrong = manifest.find_damage(options.folder, contents=options.verify)
     for line in wrong:
         print(f"DAMAGED: {line}")

@@ -37,13 +37,12 @@ def find_inputs(
     """
     found: dict[Path, Input] = {}
     for name in names:
-        for file in _resolve(name, split, text_suffixes):
+        resolved = _resolve(name, split, text_suffixes)
+        if not resolved:
+            known = ", ".join([*KINDS, *text_suffixes])
+            raise ValueError(f"no file in {name} ends in {known}; name the files, or use --text-suffix")
+        for file in resolved:
             found.setdefault(file.path, file)
-    if not found:
-        known = ", ".join([*KINDS, *text_suffixes])
-        raise ValueError(
-            f"no file in {', '.join(names)} ends in {known}; name the files, or use --text-suffix"
-        )
     return list(found.values())
 
 
@@ -82,15 +81,11 @@ def _resolve(name: str, split: str, text_suffixes: Sequence[str]) -> list[Input]
         files = read_json(path / "state.json")["_data_files"]
         return [Input(path / file["filename"], "arrow") for file in files]
     suffixes: dict[str, Kind] = {suffix: "text" for suffix in text_suffixes}
-    below = [
+    return [
         Input(file, kind)
         for file in sorted(path.rglob("*"))
         if file.is_file() and (kind := kind_of(file) or suffixes.get(file.suffix.lower()))
     ]
-    if not below:
-        known = ", ".join([*KINDS, *text_suffixes])
-        raise ValueError(f"no file in {name} ends in {known}; name the files, or use --text-suffix")
-    return below
 
 
 def _from_hub(name: str, split: str) -> list[Input]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import xxhash
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from fourfold.data.shards import Shard, find_damage, token_dtype
 from fourfold.data.tokenizer import TokenizerInfo
 from fourfold.files import write_atomically
-from fourfold.untrusted_input import natural, read_json, word
+from fourfold.untrusted_input import Natural, read_json
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -35,8 +37,8 @@ class DatasetManifest:
 
     tokenizer: TokenizerInfo
     source: str  # fingerprint of every document's text, in order
-    source_bytes: int
-    shards: dict[Split, list[Shard]]
+    source_bytes: Natural
+    shards: Annotated[dict[Split, list[Shard]], Field(min_length=len(SPLITS))]
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -54,13 +56,7 @@ class DatasetManifest:
         return xxhash.xxh3_128_hexdigest(json.dumps(self.to_json(), sort_keys=True).encode())
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "tokenizer": asdict(self.tokenizer),
-            "source": self.source,
-            "source_bytes": self.source_bytes,
-            "shards": {split: [shard.to_json() for shard in self.shards[split]] for split in SPLITS},
-        }
+        return {"format": FORMAT, **asdict(self)}
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / NAME, json.dumps(self.to_json(), indent=1).encode() + b"\n")
@@ -80,14 +76,23 @@ class DatasetManifest:
                 f"{path} has format {values.get('format')!r:.80}, this version reads {FORMAT}; prepare the text again"
             )
         try:
-            return DatasetManifest(
-                TokenizerInfo.from_json(values["tokenizer"]),
-                word(values["source"]),
-                natural(values["source_bytes"]),
-                {split: [Shard.from_json(shard) for shard in values["shards"][split]] for split in SPLITS},
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            return TypeAdapter(DatasetManifest).validate_python(values)
+        except ValueError as error:
             raise ValueError(f"{path} is not valid ({error!r:.200}); copy the folder again") from error
+
+    def describe(self, folder: Path) -> str:
+        """The contents of the prepared ``folder``, as lines."""
+        lines = [
+            f"{folder}: fingerprint {self.fingerprint}",
+            f"  tokenizer   {self.tokenizer.vocab_size:,} tokens, fingerprint {self.tokenizer.fingerprint}",
+            f"  source      {self.source_bytes:,} bytes, fingerprint {self.source}",
+        ]
+        for split in SPLITS:
+            lines.append(
+                f"  {split:<11} {self.tokens(split):,} tokens of {self.documents(split):,} documents in "
+                f"{len(self.shards[split])} shards of {self.dtype.name}"
+            )
+        return "\n".join(lines)
 
     def find_damage(self, folder: Path, *, contents: bool) -> list[str]:
         """Problems of the files; with ``contents`` every byte is read."""

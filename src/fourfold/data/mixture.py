@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from fourfold.data.manifest import Split
 from fourfold.data.order import Order
 from fourfold.data.samples import Sample, Samples
-
-
-class MixtureSource(Protocol):
-    """Samples by index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Sample: ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +21,7 @@ class Mixture:
     ``identity`` is what the stream depends on: save it with a checkpoint, and compare with `check_identity`.
     """
 
-    sources: tuple[MixtureSource, ...]
+    sources: tuple[Samples, ...]
     order: Order
     identity: dict[str, Any]
 

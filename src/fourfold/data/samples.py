@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from fourfold.data.manifest import DatasetManifest, Split
 from fourfold.data.shards import ENDS_DTYPE
+from fourfold.data.tokenizer import load_tokenizer
 
 NO_LABEL = -100
 OPEN_SHARDS = 64  # each holds two file descriptors
@@ -109,3 +110,11 @@ class Samples:
         if not shard.documents:  # no document ends here; an empty file cannot be mapped
             return ids, np.empty(0, ENDS_DTYPE)
         return ids, np.memmap(self.folder / f"{shard.name}.ends", ENDS_DTYPE, "r")
+
+
+def show(folder: Path, length: int, count: int) -> None:
+    """Print the text of the first training samples."""
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    samples = Samples(folder, "train", length)
+    for number in range(min(count, len(samples))):
+        print(f"-- sample {number}\n{tokenizer.decode(samples[number].input_ids)}")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from pydantic import AfterValidator
+from pydantic.dataclasses import dataclass
 
 from fourfold import files
-from fourfold.untrusted_input import natural, relative_name, word
+from fourfold.untrusted_input import Natural, relative_name
 
 ENDS_DTYPE = np.dtype("<u4")  # positions in one shard
 SHARD_TOKENS = 1 << 27
@@ -25,25 +26,11 @@ READ_BYTES = 1 << 24
 class Shard:
     """``NAME.bin``: tokens; ``NAME.ends``: one past the last token of each document that ends in it."""
 
-    name: str
-    tokens: int
-    documents: int
+    name: Annotated[str, AfterValidator(relative_name)]
+    tokens: Natural
+    documents: Natural
     bin_xxh3: str
     ends_xxh3: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> Shard:
-        """Raises ValueError, KeyError or TypeError if these are not the values of a shard."""
-        return Shard(
-            relative_name(values["name"]),
-            natural(values["tokens"]),
-            natural(values["documents"]),
-            word(values["bin_xxh3"]),
-            word(values["ends_xxh3"]),
-        )
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:

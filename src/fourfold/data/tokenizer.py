@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from fourfold.untrusted_input import natural, word
+from fourfold.untrusted_input import Natural
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -21,16 +22,8 @@ class TokenizerInfo:
     """The properties of a tokenizer that prepared tokens depend on."""
 
     fingerprint: str
-    vocab_size: int
-    eos_id: int
-
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> TokenizerInfo:
-        return TokenizerInfo(
-            word(values["fingerprint"]),
-            natural(values["vocab_size"], 1 << 32),
-            natural(values["eos_id"], 1 << 32),
-        )
+    vocab_size: Annotated[Natural, Field(lt=1 << 32)]
+    eos_id: Annotated[Natural, Field(lt=1 << 32)]
 
 
 def load_tokenizer(name: str | Path) -> Any:
