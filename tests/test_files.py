@@ -30,14 +30,6 @@ def test_appended_lines_are_there_at_once(tmp_path: Path) -> None:
     assert path.read_bytes() == b"1\n2\n"
 
 
-def test_json_with_a_default(tmp_path: Path) -> None:
-    assert files.read_json(tmp_path / "none.json", default={}) == {}
-    with pytest.raises(FileNotFoundError):
-        files.read_json(tmp_path / "none.json")
-    files.write_atomically(tmp_path / "some.json", '{"a": 1}')
-    assert files.read_json(tmp_path / "some.json", default={}) == {"a": 1}
-
-
 @pytest.mark.parametrize(
     "value", [True, 3, 1e-30, float("inf"), 'a "quoted" \\ line\n', "é 😀", [1, 2], {"a": [{"b": "c"}]}]
 )

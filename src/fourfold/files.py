@@ -1,4 +1,4 @@
-"""Small files: atomic writes, appended lines, JSON tables, TOML values."""
+"""Small files: atomic writes, appended lines, TOML values."""
 
 from __future__ import annotations
 
@@ -39,14 +39,6 @@ def open_append(path: Path) -> IO[bytes]:
     """Open a file to add lines to it, and make its folder if needed; each write is there at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("ab", buffering=0)
-
-
-def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The table in a JSON file; ``default`` if there is no such file."""
-    if default is not None and not path.exists():
-        return default
-    table: dict[str, Any] = json.loads(path.read_text())
-    return table
 
 
 def toml_value(value: Any) -> str:

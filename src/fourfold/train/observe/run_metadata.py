@@ -15,6 +15,7 @@ from fourfold.checkpoint.state import versions
 from fourfold.data.manifest import DatasetManifest
 from fourfold.profiling.step_report import describe_layout
 from fourfold.train.loop.trainer import Trainer
+from fourfold.untrusted_input import read_json
 
 RUN_METADATA = "run.json"
 
@@ -65,7 +66,7 @@ def read_run_metadata(folder: Path) -> dict[str, Any]:
     path = folder / RUN_METADATA
     if not path.exists():
         raise ValueError(f"there is no {path}; give the [logging] folder of the run config")
-    return files.read_json(path)
+    return read_json(path)
 
 
 def describe_run(trainer: Trainer) -> str:

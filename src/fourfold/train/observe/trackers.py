@@ -18,6 +18,7 @@ from fourfold.mesh.axes import AXES
 from fourfold.train.loop.trainer import Trainer
 from fourfold.train.observe.metrics import MetricsLogger, with_groups
 from fourfold.train.observe.run_metadata import run_metadata
+from fourfold.untrusted_input import read_json
 
 _IDS = "trackers.json"
 _ABOUT = ("name", "parameters", "device", "versions")  # what a tracker is told besides the run config
@@ -48,7 +49,7 @@ class WeightsAndBiases(MetricsLogger):
 
     def open(self, trainer: Trainer) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        known = _known_id(self._folder, "wandb") if trainer.step else None
+        known = _known_ids(self._folder).get("wandb") if trainer.step else None
         self._run = import_module("wandb").init(
             project=self._project,
             dir=str(self._folder),
@@ -85,7 +86,7 @@ class MLflow(MetricsLogger):
 
     def _open_run(self, trainer: Trainer) -> None:
         self._client = self._mlflow.MlflowClient(tracking_uri=self._uri)
-        known = _known_id(self._folder, "mlflow") if trainer.step else None
+        known = _known_ids(self._folder).get("mlflow") if trainer.step else None
         if known is None:
             found = self._client.get_experiment_by_name(self._experiment)
             experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
@@ -173,10 +174,9 @@ def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
     return out
 
 
-def _known_id(folder: Path, tracker: str) -> str | None:
-    return files.read_json(folder / _IDS, default={}).get(tracker)
+def _known_ids(folder: Path) -> dict[str, str]:
+    return read_json(folder / _IDS) if (folder / _IDS).exists() else {}
 
 
 def _keep_id(folder: Path, tracker: str, run_id: str) -> None:
-    known = files.read_json(folder / _IDS, default={})
-    files.write_atomically(folder / _IDS, json.dumps({**known, tracker: run_id}))
+    files.write_atomically(folder / _IDS, json.dumps({**_known_ids(folder), tracker: run_id}))
