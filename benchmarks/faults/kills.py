@@ -227,8 +227,8 @@ def kill_of(seed: int, attempt: int, done: int) -> tuple[Fault, bool]:
 
 
 def rank_main(file: Path, seed: int, kills: int) -> int:
+    from fourfold.checkpoint.commit import steps
     from fourfold.checkpoint.folder import open_folder
-    from fourfold.checkpoint.retention import steps
     from fourfold.config.run_file import load_run
     from fourfold.drill.injector import Injector, RankFaults
     from fourfold.train.run import train as train_run

@@ -26,9 +26,9 @@ from benchmarks.faults.damage import damage, swap_files
 from benchmarks.faults.row import Row, all_right
 from benchmarks.ranks import RankPool
 from fourfold.checkpoint import Checkpoints, SaveError, commit
+from fourfold.checkpoint.commit import newest_valid, steps
 from fourfold.checkpoint.folder import LocalFolder, open_folder
 from fourfold.checkpoint.manifest import find_damage
-from fourfold.checkpoint.retention import newest_valid, steps
 from fourfold.checkpoint.state import TrainState
 from fourfold.config.run_file import load_run
 from fourfold.drill.fault import Action, Fault, Point

@@ -16,8 +16,8 @@ from benchmarks import local_slurm
 from benchmarks.faults import traced_run
 from benchmarks.faults.row import Row
 from benchmarks.local_slurm import ENDED, state, wait_until
+from fourfold.checkpoint.commit import steps
 from fourfold.checkpoint.folder import open_folder
-from fourfold.checkpoint.retention import steps
 from fourfold.drill.drill import compare
 from fourfold.launch.slurm import SlurmJob, render, submit
 from fourfold.launch.world import World, train_command

@@ -18,9 +18,9 @@ import fourfold.checkpoint
 from benchmarks.faults.damage import swap_files
 from benchmarks.ranks import RankError, RankPool
 from fourfold.checkpoint import Checkpoints, SaveError, commit, storage
+from fourfold.checkpoint.commit import newest_valid, steps
 from fourfold.checkpoint.folder import Folder, open_folder
 from fourfold.checkpoint.manifest import CorruptCheckpointError, find_damage
-from fourfold.checkpoint.retention import newest_valid, steps
 from fourfold.checkpoint.storage import Reader
 from fourfold.cli.main import main
 from fourfold.drill.drill import flip_bit

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from benchmarks import reshard
 from benchmarks.ranks import RankPool
 from fourfold.checkpoint import Checkpoints, SaveError
+from fourfold.checkpoint.commit import steps
 from fourfold.checkpoint.folder import LocalFolder, open_folder
 from fourfold.checkpoint.local_shards import LocalShard
 from fourfold.checkpoint.manifest import find_damage
-from fourfold.checkpoint.retention import steps
 from fourfold.checkpoint.storage import Reader
 from fourfold.cli.main import main
 from fourfold.parallel.dropout import seed_ranks

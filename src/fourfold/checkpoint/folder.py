@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -27,23 +27,6 @@ class FileRecord:
 
     size: int
     xxh3_128: str
-
-
-class Folder(Protocol):
-    """A folder; ``renames`` says whether its subfolders can be renamed atomically."""
-
-    renames: bool
-    # Shorter ranges are cheaper to read together with the bytes between them than one by one.
-    worthwhile_bytes: int
-
-    def child(self, name: str) -> Folder: ...
-    def make(self) -> None: ...
-    def names(self) -> list[str]: ...
-    def size(self, name: str) -> int | None: ...
-    def write(self, name: str, parts: Iterable[bytes | memoryview]) -> FileRecord: ...
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes: ...
-    def rename(self, name: str, to: str) -> None: ...
-    def remove(self, name: str) -> None: ...
 
 
 def open_folder(where: str | os.PathLike[str]) -> Folder:
@@ -80,8 +63,10 @@ calls = FileCalls()
 class LocalFolder:
     """A folder on a disk, or on a file system that all ranks share."""
 
-    renames = True
-    worthwhile_bytes = 64 * 1024  # a disk reads as much in the time of opening a file
+    renames = True  # its subfolders, atomically
+    # Shorter ranges are cheaper to read together with the bytes between them than one by one: a disk reads as much in the
+    # time of opening a file.
+    worthwhile_bytes = 64 * 1024
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -216,6 +201,9 @@ class RemoteFolder:
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._system.rm(f"{self._path}/{name}", recursive=True)
+
+
+Folder = LocalFolder | RemoteFolder
 
 
 def _blocks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:

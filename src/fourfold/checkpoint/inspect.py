@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from fourfold.checkpoint import retention
+from fourfold.checkpoint import commit
 from fourfold.checkpoint.commit import step_name
-from fourfold.checkpoint.folder import Folder, open_folder
+from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.index import tensors
 from fourfold.checkpoint.manifest import find_damage, read_manifest
 from fourfold.checkpoint.state import read_values
@@ -18,7 +18,7 @@ def list_all(path: str) -> None:
     """Print every checkpoint, and whether its files exist with the right size."""
     root = open_folder(path)
     newest = None
-    for step in retention.steps(root):
+    for step in commit.steps(root):
         folder = root.child(step_name(step))
         damage = find_damage(folder, step, hashes=False)
         if damage:
@@ -28,7 +28,7 @@ def list_all(path: str) -> None:
         size = sum(record.size for record in files.values())
         print(f"{step_name(step):<14} complete  {len(files)} files, {_bytes(size)}")
         newest = step
-    for name in retention.unfinished_names(root):
+    for name in commit.unfinished_names(root):
         print(f"{name:<14} not a checkpoint: an interrupted save or removal, or set aside as damaged")
     print(
         f"the newest is {step_name(newest)} (by sizes; `verify` compares hashes)"
@@ -41,7 +41,7 @@ def verify(path: str, step: int | None) -> bool:
     """Compare the files of one or all checkpoints with their hashes; are all valid?"""
     root = open_folder(path)
     is_valid = True
-    for number in _steps(root, step):
+    for number in commit.select(root, commit.steps(root), step):
         folder = root.child(step_name(number))
         damage = find_damage(folder, number)
         if damage:
@@ -55,7 +55,7 @@ def verify(path: str, step: int | None) -> bool:
 def show(path: str, step: int | None, *, with_tensors: bool) -> None:
     """Print the contents of one checkpoint, by default of the newest."""
     root = open_folder(path)
-    reader = Reader(root, _steps(root, step)[-1])
+    reader = Reader(root, commit.select(root, commit.steps(root), step)[-1])
     values = read_values(reader.folder)
     print(
         f"{reader.folder}, saved {values['saved_at']} on "
@@ -72,17 +72,6 @@ def show(path: str, step: int | None, *, with_tensors: bool) -> None:
                 print(f"  {name} {list(tensor.size)} {kind}, {len(tensor.chunks)} pieces")
     for key in ("step", "seed", "data", "schedule", "config", "versions"):
         print(f"{key}: {values[key]}")
-
-
-def _steps(root: Folder, wanted: int | None) -> list[int]:
-    committed = retention.steps(root)
-    if not committed:
-        raise ValueError(f"there is no checkpoint in {root}")
-    if wanted is not None and wanted not in committed:
-        raise ValueError(
-            f"there is no step-{wanted} in {root}; it has {', '.join(f'step-{s}' for s in committed)}"
-        )
-    return committed if wanted is None else [wanted]
 
 
 def _bytes(size: float) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from fourfold.checkpoint import retention, state
+from fourfold.checkpoint import commit, state
 from fourfold.checkpoint.commit import step_name
 from fourfold.checkpoint.folder import Folder, open_folder
 from fourfold.checkpoint.index import tensors
@@ -115,7 +115,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, oldest first; the same on all ranks."""
         self.wait()
-        return self._on_rank_0(lambda: retention.steps(self.root))
+        return self._on_rank_0(lambda: commit.steps(self.root))
 
     def close(self) -> None:
         """Wait for the last save, and destroy the process group."""
@@ -168,44 +168,40 @@ class Checkpoints:
         if keep is None:
             return []
         # The checkpoint just saved stays, also if a rolled-back run saves an earlier step than before.
-        old = self._on_rank_0(lambda: retention.outdated(retention.steps(self.root), keep, newest))
+        old = self._on_rank_0(lambda: commit.outdated(commit.steps(self.root), keep, newest))
         if not old:
             return []
         damage = self._damage(newest)
         if damage:
             return [f"it is damaged when read back, so {', '.join(map(step_name, old))} are kept", *damage]
-        self._on_rank_0(lambda: retention.remove(self.root, old))
+        self._on_rank_0(lambda: commit.remove(self.root, old))
         return []
 
     # -- agreement between ranks ---------------------------------------------------------------------------------------
 
     def _newest(self) -> int | None:
         committed = self.steps()
-        step, damaged = retention.newest_valid(committed, self._damage)
+        step, damaged = commit.newest_valid(committed, self._damage)
         if committed and step is None:
             lines = "\n".join(line for damage in damaged.values() for line in damage[:3])
             raise ValueError(
                 f"none of the {len(committed)} checkpoints in {self.root} is valid; give another folder to start over\n{lines}"
             )
         for bad, damage in damaged.items():
-            name = self._on_rank_0(lambda bad=bad: retention.set_aside(self.root, bad, "damaged"))  # type: ignore[misc]
+            name = self._on_rank_0(lambda bad=bad: commit.set_aside(self.root, bad, "damaged"))  # type: ignore[misc]
             logger.warning(
                 "%s is damaged and is now called %s: %s", step_name(bad), name, "; ".join(damage[:3])
             )
         return step
 
     def _set_aside_from(self, first: int) -> None:
-        committed = self._on_rank_0(lambda: retention.steps(self.root))
+        committed = self._on_rank_0(lambda: commit.steps(self.root))
         for step in (s for s in committed if s >= first):
-            name = self._on_rank_0(lambda step=step: retention.set_aside(self.root, step, "undone"))  # type: ignore[misc]
+            name = self._on_rank_0(lambda step=step: commit.set_aside(self.root, step, "undone"))  # type: ignore[misc]
             logger.warning("%s is after the step rolled back to, and is now called %s", step_name(step), name)
 
     def _checked(self, step: int) -> int:
-        committed = self.steps()
-        if step not in committed:
-            raise ValueError(
-                f"there is no {step_name(step)} in {self.root}; it has {list(map(step_name, committed))}"
-            )
+        commit.select(self.root, self.steps(), step)
         if damage := self._damage(step):
             raise ValueError("\n".join([f"{self.root}/{step_name(step)} is damaged:", *damage]))
         return step

@@ -44,27 +44,35 @@ class Written:
     record: FileRecord
 
 
-class Writer(StorageWriter):
+class _Storage:
+    """The parts of DCP's interface of a storage that are the same for reading and writing: nothing is to be done."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+
+class Writer(_Storage, StorageWriter):
     """Writes one checkpoint: ``values`` as JSON, and for each rank a file with the chunks that it was assigned."""
 
     def __init__(self, root: Folder, step: int, values: dict[str, Any]) -> None:
         self._root, self._step, self._values = root, step, values
         self._file = ""
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # Runs before ranks exchange their plans: no rank writes until the coordinator has done this.
         self._file = f"rank-{kwargs.get('rank', 0)}.safetensors"
         if is_coordinator:
             commit.begin(self._root, self._step)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
@@ -98,12 +106,8 @@ class Writer(StorageWriter):
         files[VALUES] = folder.write(VALUES, [dump_json(self._values)])
         commit.commit(self._root, self._step, files)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
 
-
-class Reader(StorageReader):
+class Reader(_Storage, StorageReader):
     """Reads the parts of a committed checkpoint that a plan asks for."""
 
     def __init__(self, root: Folder, step: int) -> None:
@@ -112,9 +116,6 @@ class Reader(StorageReader):
         self.metadata = read_index(self.folder, {name: f.size for name, f in manifest.files.items()})
         self.bytes_read = 0
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
     def read_metadata(self) -> Metadata:
         return self.metadata
 
@@ -122,12 +123,6 @@ class Reader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -181,10 +176,6 @@ class Reader(StorageReader):
         self.bytes_read += len(raw)
         # Other dtypes need aligned memory, which a new array has.
         return torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------

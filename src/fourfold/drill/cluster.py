@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from fourfold.checkpoint.commit import step_name
+from fourfold.checkpoint.commit import step_name, steps
 from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.manifest import find_damage
-from fourfold.checkpoint.retention import steps
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
 from fourfold.drill.drill import NOTES, changes_for, compare, injected_faults, without_trackers

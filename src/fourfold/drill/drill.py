@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from fourfold.checkpoint.commit import step_name
+from fourfold.checkpoint.commit import step_name, steps
 from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.manifest import find_damage, read_json, read_manifest
-from fourfold.checkpoint.retention import steps
 from fourfold.checkpoint.state import VALUES
 from fourfold.config.schema import RunConfig
 from fourfold.drill.fault import Fault

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fourfold.checkpoint import retention
+from fourfold.checkpoint import commit
 from fourfold.checkpoint.commit import step_name, step_of
 from fourfold.checkpoint.folder import Folder, open_folder
 from fourfold.checkpoint.manifest import CorruptCheckpointError, dump_json, find_damage, read_json
@@ -55,7 +55,7 @@ def export(
     reader = Reader(root, step)
     values = read_json(reader.folder, VALUES)
     parent, name = _split(out)
-    unfinished = f"{name}.tmp" if parent.renames else name
+    unfinished = commit.unfinished_name(parent, name)
     for taken in dict.fromkeys((name, unfinished)):
         if taken in parent.names():
             left = " (left by an export that was killed)" if taken != name else ""
@@ -101,24 +101,14 @@ def _choose(where: str | os.PathLike[str], step: int | None) -> tuple[Folder, in
     folder, last = os.path.split(os.fspath(where).rstrip("/"))
     named = step_of(last)
     root = open_folder(where)
-    if named is not None and not retention.steps(root):
+    if named is not None and not commit.steps(root):
         if step not in (None, named):
             raise ValueError(
                 f"{where} is {step_name(named)}, but step {step} is asked for; give the run's folder"
             )
         root, step = open_folder(folder or "."), named
-    committed = retention.steps(root)
-    if not committed:
-        raise ValueError(
-            f"there is no checkpoint in {root}; give a step-N, or the folder set as `folder` in [checkpoints] of the run config"
-        )
-    if step is not None and step not in committed:
-        raise ValueError(
-            f"there is no {step_name(step)} in {root}; it has {', '.join(map(step_name, committed))}"
-        )
-    found, damaged = retention.newest_valid(
-        committed if step is None else [step], lambda s: find_damage(root.child(step_name(s)), s)
-    )
+    candidates = commit.select(root, commit.steps(root), step)
+    found, damaged = commit.newest_valid(candidates, lambda s: find_damage(root.child(step_name(s)), s))
     notes = [f"damaged, and not exported: {line}" for lines in damaged.values() for line in lines]
     if found is None:
         raise CorruptCheckpointError(

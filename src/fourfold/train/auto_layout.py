@@ -9,10 +9,9 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from fourfold.checkpoint.commit import step_name
+from fourfold.checkpoint.commit import step_name, steps
 from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.manifest import CorruptCheckpointError
-from fourfold.checkpoint.retention import steps
 from fourfold.checkpoint.state import read_values
 from fourfold.config.run_file import from_dict
 from fourfold.config.schema import CHOSEN_ALONG, RunConfig
