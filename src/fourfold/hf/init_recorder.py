@@ -87,9 +87,8 @@ def restore_buffers(
             restored.add(id(owner))
         return True
 
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    with _restored_afterwards(model), _fixed_cpu_random_state(0), _Writes(tensors, on_write):
-        _initialize(model)
+    with _restored_afterwards(model):
+        _initialize(model, 0, on_write)
 
     lost = []
     for prefix, module in model.named_modules():
@@ -127,10 +126,9 @@ def _record(model: nn.Module, seed: int, computed: frozenset[str]) -> dict[str, 
                 record.add(op, target, operands)
             return record.name in computed
 
-        tensors = itertools.chain(model.parameters(), model.buffers())
         try:
-            with _fixed_cpu_random_state(seed), _Writes(tensors, on_write), _HideMeta():
-                _initialize(model)
+            with _HideMeta():
+                _initialize(model, seed, on_write)
         except (RuntimeError, NotImplementedError) as error:
             raise ValueError(
                 f"the initialisation of {type(model).__name__} cannot run without weights ({error}); "
@@ -260,15 +258,18 @@ def _rows(target: Tensor, parameter: Tensor) -> tuple[int, int] | None:
     return offset // row, (offset + target.numel()) // row
 
 
+OnWrite = Callable[
+    [Tensor, str, Tensor, tuple[Any, ...]], bool
+]  # (tensor, operation, written view, operands)
+
+
 class _Writes(TorchDispatchMode):
-    """Calls `on_write(tensor, operation, written view, operands)` for every write to the storage of `tensors`.
+    """Calls `on_write` for every write to the storage of `tensors`.
 
     The write is executed only if that returns True. All other operations run unchanged.
     """
 
-    def __init__(
-        self, tensors: Iterator[Tensor], on_write: Callable[[Tensor, str, Tensor, tuple[Any, ...]], bool]
-    ) -> None:
+    def __init__(self, tensors: Iterator[Tensor], on_write: OnWrite) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # PyTorch returns the same Python object for a storage as long as it is alive: held here, its id identifies it.
         self._owners = {id(storage): (storage, t) for t in tensors for storage in (t.untyped_storage(),)}
@@ -336,11 +337,14 @@ class _HideMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _initialize(model: nn.Module) -> None:
+def _initialize(model: nn.Module, seed: int, on_write: OnWrite) -> None:
+    tensors = itertools.chain(model.parameters(), model.buffers())
     # Real values, such as rotary frequencies, have to be computed even if the caller builds on meta. Only then, because
     # the context also changes the device of `torch.eye(..., out=weight)`.
     on_meta = torch.get_default_device().type == "meta"
-    with torch.no_grad(), torch.device("cpu") if on_meta else contextlib.nullcontext():
+    on_cpu = torch.device("cpu") if on_meta else contextlib.nullcontext()
+    with torch.random.fork_rng(devices=()), _Writes(tensors, on_write), torch.no_grad(), on_cpu:
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also seeds every accelerator
         for module in reversed(list(model.modules())):  # children before parents, as at construction
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset):
@@ -391,13 +395,3 @@ def _restored_afterwards(model: nn.Module) -> Iterator[None]:
             vars(holder).pop(_FLAG, None)
         for holder, value in flagged:
             setattr(holder, _FLAG, value)
-
-
-@contextlib.contextmanager
-def _fixed_cpu_random_state(seed: int) -> Iterator[None]:
-    before = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which also seeds every accelerator
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)

@@ -71,21 +71,11 @@ _LINEAR_AXES: dict[str, tuple[Axis | None, Axis | None]] = {
     "mla_kv_a_proj": ("y", None),
     "colwise_from_latent": (None, "x"),
 }
-_PARAMETER_WORDS = {
-    "heads",
-    "features",
-    "replicated",
-    "replicated_with_grad_allreduce",
-    "norm",
-    "norm_x",
-    "embedding_rowwise",
-    "embedding_colwise",
-}
-WORDS = {*_LINEAR_AXES, *_PARAMETER_WORDS}
 # Roles by kind of module.
 _OF_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
 _OF_NORMS = ("norm", "norm_x", "replicated", "replicated_with_grad_allreduce", "heads")
 _OF_PARAMETERS = ("heads", "features", "replicated", "replicated_with_grad_allreduce")
+WORDS = {*_LINEAR_AXES, *_OF_EMBEDDINGS, *_OF_NORMS, *_OF_PARAMETERS}
 
 SEPARATE_KV = re.compile(r"(^|\.)(k_proj|v_proj|key|value|k|v)$")
 
@@ -161,8 +151,7 @@ class _Assignment:
     # -- kinds of modules ------------------------------------------------------------------------------------
 
     def _embedding(self, name: str, module: nn.Embedding) -> Role:
-        word = self._word(name)
-        why = self._why(name)
+        word, why = self._word(name)
         if module is self.anatomy.embedding or word == "embedding_rowwise":
             if type(module) is not nn.Embedding and not hasattr(module, "embed_scale"):
                 raise UnsupportedError(
@@ -193,8 +182,7 @@ class _Assignment:
                 )
 
     def _linear(self, name: str, module: nn.Module) -> Role:
-        word = self._word(name)
-        why = self._why(name)
+        word, why = self._word(name)
         if module is self.anatomy.head and word is None:
             word, why = "colwise_gather_output", "the model's output embedding"
         if word is None:
@@ -211,8 +199,7 @@ class _Assignment:
         return role
 
     def _norm(self, name: str, module: nn.Module) -> Role:
-        word = self._word(name)
-        why = self._why(name)
+        word, why = self._word(name)
         self._check_fit(name, module, word, _OF_NORMS)
         weight = getattr(module, "weight", None)
         size = weight.shape if weight is not None else None
@@ -268,11 +255,12 @@ class _Assignment:
                 continue
             full = f"{name}.{key}" if name else key
             # In plans, "colwise" on a bare parameter means that it has a row for each head (attention sinks).
-            word = self._word(full) or self._word(name)
+            holder = full if self._word(full)[0] else name
+            word, why = self._word(holder)
             word = {"colwise": "heads", "rowwise": "features"}.get(word or "", word)
             if word is None:
                 raise self._no_role(full, module, f"a parameter of shape {tuple(parameter.shape)}")
-            self._check_fit(full if self._word(full) else name, parameter, word, _OF_PARAMETERS)
+            self._check_fit(holder, parameter, word, _OF_PARAMETERS)
             if word not in _OF_PARAMETERS:
                 raise self._missing_style(full, word)
             axis: Axis = "x" if word == "heads" else "y"
@@ -280,7 +268,7 @@ class _Assignment:
                 size = parameter.shape[0 if word == "heads" else -1]
                 if size % self.grid.size(axis):
                     raise self._does_not_divide(axis, f"the {size} entries of {full}", size)
-            roles.append(Role(full, word, self._why(full) or self._why(name)))
+            roles.append(Role(full, word, why))
         return roles
 
     # -- sizes --------------------------------------------------------------------------------------------------------
@@ -378,26 +366,21 @@ class _Assignment:
 
     # -- roles by name --------------------------------------------------------------------------------------------
 
-    def _word(self, name: str) -> str | None:
-        for roles in (self.given, self.family.roles, self.plan):
-            for pattern, word in roles.items():
-                if matches(pattern, name):
-                    last = name.rsplit(".", 1)[-1]
-                    return LATENT_ATTENTION.get(last, word) if roles is self.plan else word
-        parent = self.anatomy.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
-        if parent is not None and hasattr(parent, "kv_a_proj_with_mqa"):
-            return LATENT_ATTENTION.get(name.rsplit(".", 1)[-1])
-        return None
-
-    def _why(self, name: str) -> str:
+    def _word(self, name: str) -> tuple[str | None, str]:
+        """The role that a name has been given, and by whom."""
+        last = name.rsplit(".", 1)[-1]
         for roles, why in (
             (self.given, "given by the user"),
             (self.family.roles, "the table of families"),
             (self.plan, "the model's own plan"),
         ):
-            if any(matches(pattern, name) for pattern in roles):
-                return why
-        return ""
+            for pattern, word in roles.items():
+                if matches(pattern, name):
+                    return LATENT_ATTENTION.get(last, word) if roles is self.plan else word, why
+        parent = self.anatomy.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
+        if parent is not None and hasattr(parent, "kv_a_proj_with_mqa"):
+            return LATENT_ATTENTION.get(last), ""
+        return None, ""
 
     def _is_norm(self, name: str, module: nn.Module) -> bool:
         if is_norm(module):
