@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.run_toml import to_toml
 from benchmarks.stock import Stock, mixture_of, rows
-from fourfold.config.describe import to_toml
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
 from fourfold.data.manifest import DatasetManifest

@@ -11,7 +11,6 @@ from benchmarks.stock import Stock
 from fourfold.checkpoint import Checkpoints
 from fourfold.config.run_file import from_dict
 from fourfold.config.schema import RunConfig
-from fourfold.files import toml_value
 from fourfold.mesh.grid import Grid
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.recovery.stop import StopRequest
@@ -40,15 +39,6 @@ def write_run(folder: Path, kind: str = "llama", **changes: Any) -> dict[str, An
         "evaluation": {"sequences": 8},
         "logging": {"folder": str(folder / "logs"), "every_steps": 1},
     }
-
-
-def as_toml(values: dict[str, Any]) -> str:
-    """The run config as TOML."""
-    top = [f"{name} = {toml_value(value)}" for name, value in values.items() if not isinstance(value, dict)]
-    for section, fields in values.items():
-        if isinstance(fields, dict):
-            top += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in fields.items())]
-    return "\n".join(top) + "\n"
 
 
 def on(values: dict[str, Any], shape: Shape, **sections: dict[str, Any]) -> RunConfig:

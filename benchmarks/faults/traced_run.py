@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fourfold.config.describe import to_toml
+from benchmarks.run_toml import to_toml
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import RunConfig
 from fourfold.data.manifest import DatasetManifest

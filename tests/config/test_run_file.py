@@ -74,7 +74,6 @@ def test_a_minimal_file_is_valid():
             "engine.activations='token-sharded' grid.x=3",
             r"grid.x=3 does not divide data.sequence_length=\d+; use \d+, or 'auto'",
         ),
-        ("engine.compile=true", r"engine.*compile=true is unsupported.*leave it false"),
     ],
 )
 def test_an_error_names_the_field_and_the_remedy(change, words):

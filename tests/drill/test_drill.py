@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from benchmarks.ranks import RankError, RankPool
+from benchmarks.run_toml import to_toml
 from fourfold.checkpoint import Checkpoints
 from fourfold.cli import drill as command
 from fourfold.cli.main import main
@@ -27,7 +28,7 @@ from fourfold.train.observe.console import ConsoleLogger
 from fourfold.train.observe.report import RunReport
 from fourfold.train.recovery.stop import StopRequest
 from fourfold.train.resilience.hang import LostRanks
-from tests.training import as_toml, write_run
+from tests.training import write_run
 
 # -- faults as text ----------------------------------------------------------------------------------------------------
 
@@ -70,7 +71,7 @@ def run_ranks(run: RunConfig, faults: Sequence[Fault]) -> None:
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     file = folder / "run.toml"
-    file.write_text(as_toml(write_run(folder)))
+    file.write_text(to_toml(write_run(folder)))
     return file
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.ranks import RankError, RankPool
+from benchmarks.run_toml import to_toml
 from fourfold import Grid
 from fourfold.cli.main import main
 from fourfold.config.run_file import from_dict, load_run
@@ -23,7 +24,7 @@ from fourfold.train.auto_layout import choose_layout, with_layout
 from fourfold.train.loop.trainer import Trainer, micro_batches
 from fourfold.train.observe.run_metadata import run_metadata
 from fourfold.train.run import resolve_layout, train
-from tests.training import as_toml, on, write_run
+from tests.training import on, write_run
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_the_number_of_ranks_follows_the_grid_or_the_option(values: dict[str, An
 
 def test_one_rank_cannot_be_restarted(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(as_toml(values))
+    file.write_text(to_toml(values))
     assert main(["train", str(file), "--max-restarts", "2"]) == 2
     assert "--max-restarts 2 has no effect on a grid of one rank" in capsys.readouterr().err
 
@@ -167,7 +168,7 @@ def test_the_command_starts_ranks_stops_on_a_signal_and_resumes(tmp_path: Path) 
     values = write_run(tmp_path)
     values["schedule"]["steps"] = 100_000
     file = tmp_path / "run.toml"
-    file.write_text(as_toml(values))
+    file.write_text(to_toml(values))
     command = [sys.executable, "-m", "fourfold", "train", str(file), "--set", "grid.x=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)

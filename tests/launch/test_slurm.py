@@ -12,11 +12,12 @@ import pytest
 
 from benchmarks import local_slurm as slurm
 from benchmarks.local_slurm import state, wait_until
+from benchmarks.run_toml import to_toml
 from fourfold.cli.main import main
 from fourfold.launch.slurm import SlurmJob, render, submit
 from fourfold.launch.world import World
 from tests import slurm_rank
-from tests.training import as_toml, write_run
+from tests.training import write_run
 
 RUN = """\
 [model]
@@ -81,7 +82,7 @@ def test_a_warned_run_saves_is_requeued_and_resumes(tmp_path, capsys):
     values["schedule"]["steps"] = 100_000
     values["grid"] = {"x": 2}
     file, metrics = folder / "run.toml", folder / "logs/metrics.jsonl"
-    file.write_text(as_toml(values))
+    file.write_text(to_toml(values))
     options = [
         "--nodes",
         "2",
@@ -103,7 +104,7 @@ def test_a_warned_run_saves_is_requeued_and_resumes(tmp_path, capsys):
     saved = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").iterdir())
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == saved
     values["schedule"]["steps"] = saved + 2
-    file.write_text(as_toml(values))
+    file.write_text(to_toml(values))
     # Slurm delays a requeued job for two minutes. A few seconds are enough, but needed: within the same second, a node
     # would take the job for the killed one.
     subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"], check=True)

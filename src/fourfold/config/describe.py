@@ -89,15 +89,6 @@ def starting_file(size: str, *, model: str, data: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_toml(values: dict[str, Any]) -> str:
-    """A run config of plain values as TOML."""
-    lines = [f"{name} = {toml_value(value)}" for name, value in values.items() if not isinstance(value, dict)]
-    for section, fields in values.items():
-        if isinstance(fields, dict):
-            lines += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in fields.items())]
-    return "\n".join(lines) + "\n"
-
-
 def reference() -> str:
     """The reference page: a table for each section."""
     lines = ["# Run config", ""]

@@ -1,6 +1,6 @@
 """The schema of a run config: one TOML file, with a description of every field.
 
-The JSON schema, the reference page of the docs and the comments of a starting file are made from the descriptions.
+The JSON schema, the reference page of the docs and the comments of a starting file are made from the docstrings.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 class Section(BaseModel):
     """A section of the file; unknown fields are rejected."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelSection(Section):
     """The model: an unmodified Hugging Face architecture."""
 
-    config: Path | None = Field(None, description="A config.json, or its folder: start from random init.")
-    pretrained: Path | None = Field(
-        None, description="A folder with config.json and safetensors, or a hub id: start from these weights."
-    )
+    config: Path | None = None
+    """A config.json, or its folder: start from random init."""
+    pretrained: Path | None = None
+    """A folder with config.json and safetensors, or a hub id: start from these weights."""
 
     @model_validator(mode="after")
     def exactly_one_is_given(self) -> ModelSection:
@@ -51,33 +51,38 @@ class ModelSection(Section):
 class Source(Section):
     """A data set prepared by `fourfold data prepare`."""
 
-    path: Path = Field(description="The folder of the prepared data set.")
-    weight: PositiveFloat = Field(
-        1.0, description="The fraction of samples from this source, relative to the weights of the others."
-    )
+    path: Path
+    """The folder of the prepared data set."""
+    weight: PositiveFloat = 1.0
+    """The fraction of samples from this source, relative to the weights of the others."""
 
 
 class DataSection(Section):
     """The training text, as prepared data sets."""
 
-    sources: tuple[Source, ...] = Field(min_length=1, description="Data sets, each with its weight.")
-    sequence_length: PositiveInt = Field(1024, description="Tokens per sample.")
-    read_ahead: Annotated[int, Field(ge=0)] = Field(
-        2, description="Batches that a background thread prefetches."
-    )
+    sources: tuple[Source, ...] = Field(min_length=1)
+    """Data sets, each with its weight."""
+    sequence_length: PositiveInt = 1024
+    """Tokens per sample."""
+    read_ahead: Annotated[int, Field(ge=0)] = 2
+    """Batches that a background thread prefetches."""
 
 
 class GridSection(Section):
     """The sizes of the four grid axes. Their product has to be the number of ranks, unless the planner chooses."""
 
-    auto: bool = Field(False, description="Ask the planner for the fastest grid; needs `cluster`.")
-    cluster: str | None = Field(
-        None, description="A preset's name or the TOML file that `fourfold calibrate` wrote."
-    )
-    data: PositiveInt = Field(1, description="Ranks that split the batch and hold the same weights.")
-    z: PositiveInt = Field(1, description="Ranks that split the batch and the storage of every weight.")
-    y: PositiveInt = Field(1, description="Ranks that split the hidden features.")
-    x: PositiveInt = Field(1, description="Ranks that split heads and inner features.")
+    auto: bool = False
+    """Ask the planner for the fastest grid; needs `cluster`."""
+    cluster: str | None = None
+    """A preset's name or the TOML file that `fourfold calibrate` wrote."""
+    data: PositiveInt = 1
+    """Ranks that split the batch and hold the same weights."""
+    z: PositiveInt = 1
+    """Ranks that split the batch and the storage of every weight."""
+    y: PositiveInt = 1
+    """Ranks that split the hidden features."""
+    x: PositiveInt = 1
+    """Ranks that split heads and inner features."""
 
     @property
     def size(self) -> int:
@@ -95,40 +100,35 @@ class GridSection(Section):
 class OptimizerSection(Section):
     """The optimizer and what happens to gradients before it."""
 
-    name: Literal["adamw", "muon"] = Field(
-        "adamw", description="AdamW, or Muon for the matrices of the blocks with AdamW for the rest."
-    )
-    lr: PositiveFloat = Field(
-        3e-4, description="The learning rate after warm-up; Muon scales it to updates of AdamW's size."
-    )
-    momentum: Fraction = Field(0.95, description="Muon's momentum; AdamW has none.")
-    betas: tuple[Fraction, Fraction] = Field(
-        (0.9, 0.95), description="AdamW's decay rates of the two moments."
-    )
-    eps: PositiveFloat = Field(1e-8, description="Added to AdamW's denominator.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        0.1, description="Weight decay of matrices; norms and biases have none."
-    )
-    max_norm: PositiveFloat | None = Field(1.0, description="Clip gradients to this norm; none: no clipping.")
+    name: Literal["adamw", "muon"] = "adamw"
+    """AdamW, or Muon for the matrices of the blocks with AdamW for the rest."""
+    lr: PositiveFloat = 3e-4
+    """The learning rate after warm-up; Muon scales it to updates of AdamW's size."""
+    momentum: Fraction = 0.95
+    """Muon's momentum; AdamW has none."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW's decay rates of the two moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to AdamW's denominator."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Weight decay of matrices; norms and biases have none."""
+    max_norm: PositiveFloat | None = 1.0
+    """Clip gradients to this norm; none: no clipping."""
 
 
 class ScheduleSection(Section):
     """The number of steps and the learning-rate schedule."""
 
-    steps: PositiveInt = Field(1000, description="Steps of the run.")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(
-        100, description="Steps over which the learning rate rises from 0."
-    )
-    kind: Literal["cosine", "wsd", "constant"] = Field(
-        "cosine",
-        description="After warm-up: cosine decay, constant with a decay at the end (wsd), or constant.",
-    )
-    decay_steps: Annotated[int, Field(ge=0)] = Field(
-        0, description="With wsd: the number of last steps over which the learning rate decays."
-    )
-    final: Fraction = Field(
-        0.1, description="With cosine and wsd: the final learning rate as a fraction of the highest."
-    )
+    steps: PositiveInt = 1000
+    """Steps of the run."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    """Steps over which the learning rate rises from 0."""
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After warm-up: cosine decay, constant with a decay at the end (wsd), or constant."""
+    decay_steps: Annotated[int, Field(ge=0)] = 0
+    """With wsd: the number of last steps over which the learning rate decays."""
+    final: Fraction = 0.1
+    """With cosine and wsd: the final learning rate as a fraction of the highest."""
 
     @model_validator(mode="after")
     def parts_fit(self) -> ScheduleSection:
@@ -151,12 +151,10 @@ class ScheduleSection(Section):
 class BatchSection(Section):
     """The global batch, independent of the grid."""
 
-    tokens: PositiveInt = Field(
-        524_288, description="Tokens per step, over all ranks; a multiple of sequence_length."
-    )
-    micro_batch_sequences: PositiveInt | None = Field(
-        None, description="Sequences per micro-batch of a rank; none: all of its sequences at once."
-    )
+    tokens: PositiveInt = 524_288
+    """Tokens per step, over all ranks; a multiple of sequence_length."""
+    micro_batch_sequences: PositiveInt | None = None
+    """Sequences per micro-batch of a rank; none: all of its sequences at once."""
 
 
 # Engine fields that `grid.auto` chooses unless the run config sets them, in addition to those with an "auto".
@@ -166,30 +164,18 @@ CHOSEN_ALONG = frozenset({"keep_inputs", "activation_checkpointing", "keep_weigh
 class EngineSection(Section):
     """How a step is computed; results equal those of one process for every setting."""
 
-    precision: Literal["fp32", "bf16"] = Field(
-        "bf16", description="Of matmuls and activations; master weights are fp32."
-    )
-    activations: Literal["auto", "replicated", "token-sharded"] = Field(
-        "auto",
-        description="Activations that x and y ranks would duplicate: replicated, or sharded by tokens where the model allows it.",
-    )
-    keep_inputs: bool = Field(
-        True,
-        description="With token-sharded activations: keep gathered inputs for backward instead of re-gathering them.",
-    )
-    activation_checkpointing: Literal["none", "full"] = Field(
-        "none", description="Recompute activations in backward."
-    )
-    weights: Literal["auto", "fsdp2", "streamed"] = Field(
-        "auto", description="The backend that gathers weights over z."
-    )
-    keep_weights_bytes: Annotated[int, Field(ge=0)] = Field(
-        0,
-        description="With streamed weights: bytes of gathered weights kept for backward instead of re-gathering them.",
-    )
-    compile: bool = Field(
-        False, description="Unsupported; true is rejected: with compiled blocks a grid is not exact."
-    )
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Of matmuls and activations; master weights are fp32."""
+    activations: Literal["auto", "replicated", "token-sharded"] = "auto"
+    """Activations that x and y ranks would duplicate: replicated, or sharded by tokens where the model allows it."""
+    keep_inputs: bool = True
+    """With token-sharded activations: keep gathered inputs for backward instead of re-gathering them."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Recompute activations in backward."""
+    weights: Literal["auto", "fsdp2", "streamed"] = "auto"
+    """The backend that gathers weights over z."""
+    keep_weights_bytes: Annotated[int, Field(ge=0)] = 0
+    """With streamed weights: bytes of gathered weights kept for backward instead of re-gathering them."""
 
     @model_validator(mode="after")
     def keep_inputs_has_an_effect(self) -> EngineSection:
@@ -199,68 +185,53 @@ class EngineSection(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def not_compiled(self) -> EngineSection:
-        if self.compile:
-            raise ValueError(
-                "compile=true is unsupported: with blocks under torch.compile a grid's gradients are not those of one process "
-                "(docs/decisions/0016-compile.md); leave it false"
-            )
-        return self
-
 
 class CheckpointSection(Section):
     """Where and how often checkpoints are saved."""
 
-    folder: str = Field("checkpoints", description="A folder, or any fsspec URL such as s3://bucket/run.")
-    every_steps: PositiveInt | None = Field(
-        200, description="Steps between two checkpoints; none: only at the end."
-    )
+    folder: str = "checkpoints"
+    """A folder, or any fsspec URL such as s3://bucket/run."""
+    every_steps: PositiveInt | None = 200
+    """Steps between two checkpoints; none: only at the end."""
     written_within_steps: PositiveInt | None = Field(
         None,
         description="Training waits when a checkpoint is still being written after this many steps: with 1, a failure never costs "
         "more than every_steps; none: it does not wait.",
     )
-    keep: PositiveInt = Field(3, description="The number of newest checkpoints to keep.")
-    resume: bool = Field(True, description="Resume from the newest valid checkpoint, if there is one.")
+    keep: PositiveInt = 3
+    """The number of newest checkpoints to keep."""
+    resume: bool = True
+    """Resume from the newest valid checkpoint, if there is one."""
 
 
 class EvaluationSection(Section):
     """The loss on held-out text."""
 
-    every_steps: PositiveInt | None = Field(
-        200, description="Steps between two evaluations; none: only at the end."
-    )
-    sequences: PositiveInt = Field(64, description="Samples of the validation split, over all ranks.")
+    every_steps: PositiveInt | None = 200
+    """Steps between two evaluations; none: only at the end."""
+    sequences: PositiveInt = 64
+    """Samples of the validation split, over all ranks."""
 
 
 class LoggingSection(Section):
     """Console output, metrics files and trackers."""
 
-    folder: Path = Field(
-        Path("logs"), description="The folder of metrics.jsonl, TensorBoard's files and the report."
-    )
-    every_steps: PositiveInt = Field(
-        10, description="Steps between two log lines; on GPUs each synchronizes with the device."
-    )
-    tensorboard: bool = Field(True, description="Write TensorBoard's files.")
-    wandb_project: str | None = Field(
-        None, description="Log to this Weights & Biases project; needs the extra wandb."
-    )
-    mlflow_uri: str | None = Field(
-        None, description="Log to MLflow at this tracking URI; needs the extra mlflow."
-    )
-    prometheus_port: PositiveInt | None = Field(
-        None,
-        description="Serve the latest metrics to Prometheus on this port of rank 0; needs the extra prometheus.",
-    )
-    prometheus_address: str = Field(
-        "127.0.0.1", description="The address that serves them; by default only this machine can read them."
-    )
-    profile_steps: str | None = Field(
-        None,
-        description="Steps to trace, for ui.perfetto.dev: the first and the last, as in 10:12.",
-    )
+    folder: Path = Path("logs")
+    """The folder of metrics.jsonl, TensorBoard's files and the report."""
+    every_steps: PositiveInt = 10
+    """Steps between two log lines; on GPUs each synchronizes with the device."""
+    tensorboard: bool = True
+    """Write TensorBoard's files."""
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project; needs the extra wandb."""
+    mlflow_uri: str | None = None
+    """Log to MLflow at this tracking URI; needs the extra mlflow."""
+    prometheus_port: PositiveInt | None = None
+    """Serve the latest metrics to Prometheus on this port of rank 0; needs the extra prometheus."""
+    prometheus_address: str = "127.0.0.1"
+    """The address that serves them; by default only this machine can read them."""
+    profile_steps: str | None = None
+    """Steps to trace, for ui.perfetto.dev: the first and the last, as in 10:12."""
 
     @field_validator("profile_steps")
     @classmethod
@@ -273,41 +244,30 @@ class LoggingSection(Section):
 class ReliabilitySection(Section):
     """Timeouts, checks of running ranks, and recovery."""
 
-    timeout_s: PositiveFloat = Field(
-        120.0,
-        description="How long ranks wait for each other in a collective; then they exit and name the missing rank.",
-    )
-    first_step_timeout_s: PositiveFloat = Field(
-        600.0, description="The same for the first step, which sets up connections and kernels."
-    )
-    skip_bad_steps: bool = Field(
-        True,
-        description="Skip the update of a step whose loss or gradient is NaN, Inf or far above the usual.",
-    )
-    spike_sigmas: PositiveFloat | None = Field(
-        6.0,
-        description="How many standard deviations above the usual are far; none: only NaN and Inf are bad.",
-    )
-    roll_back_after: PositiveInt = Field(
-        5, description="After this many consecutive bad steps, roll back to a checkpoint from before them."
-    )
+    timeout_s: PositiveFloat = 120.0
+    """How long ranks wait for each other in a collective; then they exit and name the missing rank."""
+    first_step_timeout_s: PositiveFloat = 600.0
+    """The same for the first step, which sets up connections and kernels."""
+    skip_bad_steps: bool = True
+    """Skip the update of a step whose loss or gradient is NaN, Inf or far above the usual."""
+    spike_sigmas: PositiveFloat | None = 6.0
+    """How many standard deviations above the usual are far; none: only NaN and Inf are bad."""
+    roll_back_after: PositiveInt = 5
+    """After this many consecutive bad steps, roll back to a checkpoint from before them."""
     check_every_steps: PositiveInt = Field(
         10,
         description="Steps between two comparisons of the replicas' weights; the step times of ranks are compared twice as often. "
         "On GPUs each comparison synchronizes with the device.",
     )
-    straggler_factor: Annotated[float, Field(gt=1)] = Field(
-        1.1,
-        description="Report a rank whose steps take this many times as long as the others', over three comparisons.",
-    )
+    straggler_factor: Annotated[float, Field(gt=1)] = 1.1
+    """Report a rank whose steps take this many times as long as the others', over three comparisons."""
     lighthouse: str | None = Field(
         None,
         description="The address of a torchft lighthouse, such as http://head:29510: every replica of the data axis is a "
         "separate job, and the others continue when one is lost; needs the extra torchft.",
     )
-    replica: Annotated[int, Field(ge=0)] = Field(
-        0, description="With a lighthouse: the index of this job's replica, from 0."
-    )
+    replica: Annotated[int, Field(ge=0)] = 0
+    """With a lighthouse: the index of this job's replica, from 0."""
 
     @field_validator("lighthouse")
     @classmethod
@@ -320,9 +280,8 @@ class ReliabilitySection(Section):
 class RunConfig(Section):
     """A training run."""
 
-    seed: Annotated[int, Field(ge=0)] = Field(
-        0, description="The seed of initial weights, dropout and the order of samples."
-    )
+    seed: Annotated[int, Field(ge=0)] = 0
+    """The seed of initial weights, dropout and the order of samples."""
     model: ModelSection
     data: DataSection
     grid: GridSection = GridSection()
