@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from fourfold.hf.parameter_layout import ParameterLayout
 PREFIX = "optimizer."
 # How a step is computed on this device is up to the run, not to the checkpoint.
 IMPLEMENTATION_OPTIONS = ("fused", "foreach", "capturable")
+# Layout, parameter, and the key of its state: with `sharded_optimizer` that is another tensor.
+Parameter = tuple[ParameterLayout, nn.Parameter, Tensor]
 
 
 def capture(
@@ -24,12 +26,13 @@ def capture(
 ) -> tuple[dict[str, LocalShards], list[dict[str, Any]]]:
     """The tensors of the optimizer's state, and the options of its groups."""
     tensors: dict[str, LocalShards] = {}
-    for layout, parameter, key in _parameters(optimizer, model, layouts):
+    parameters = _parameters(optimizer, model, layouts)
+    for layout, parameter, key in parameters:
         for kind, value in optimizer.state.get(key, {}).items():
             if value is not None:  # a momentum that has not started
                 name = f"{PREFIX}{layout.hf_name}.{kind}"
                 tensors.setdefault(name, LocalShards()).add(_local_shard(name, value, parameter, layout))
-    return tensors, _groups(optimizer, model, layouts)
+    return tensors, _groups(optimizer, parameters)
 
 
 def restore(
@@ -40,7 +43,8 @@ def restore(
     groups: list[dict[str, Any]],
 ) -> dict[str, LocalShards]:
     """Set the options, and allocate and return the tensors that ``stored`` names, to be filled."""
-    _restore_groups(optimizer, model, layouts, groups)
+    parameters = _parameters(optimizer, model, layouts)
+    _restore_groups(optimizer, _groups(optimizer, parameters), groups)
     wanted: dict[str, dict[str, TensorStorageMetadata]] = {}
     for full_name, tensor in stored.items():
         if full_name.startswith(PREFIX):
@@ -50,7 +54,7 @@ def restore(
     optimizer.state.clear()
     tensors: dict[str, LocalShards] = {}
     known = set()
-    for layout, parameter, key in _parameters(optimizer, model, layouts):
+    for layout, parameter, key in parameters:
         known.add(layout.hf_name)
         for kind, tensor in wanted.get(layout.hf_name, {}).items():
             name = f"{PREFIX}{layout.hf_name}.{kind}"
@@ -66,17 +70,18 @@ def restore(
 
 def _parameters(
     optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, ParameterLayout]
-) -> Iterable[tuple[ParameterLayout, nn.Parameter, Tensor]]:
-    """Layout, parameter, and the key of its state: with `sharded_optimizer` that is another tensor."""
+) -> list[Parameter]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     own = [(p, p) for group in optimizer.param_groups for p in group["params"]]
+    found = []
     for parameter, key in getattr(optimizer, "_pairs", own):
         if parameter not in names:
             raise ValueError(
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model; make the optimizer "
                 "after parallelize(model, grid)"
             )
-        yield layouts[names[parameter]], parameter, key
+        found.append((layouts[names[parameter]], parameter, key))
+    return found
 
 
 def _local_shard(name: str, value: Any, parameter: nn.Parameter, layout: ParameterLayout) -> LocalShard:
@@ -112,10 +117,8 @@ def _allocate(
 # -- groups and their options ------------------------------------------------------------------------------------------
 
 
-def _groups(
-    optimizer: torch.optim.Optimizer, model: nn.Module, layouts: Mapping[str, ParameterLayout]
-) -> list[dict[str, Any]]:
-    names = {id(key): layout.hf_name for layout, _, key in _parameters(optimizer, model, layouts)}
+def _groups(optimizer: torch.optim.Optimizer, parameters: list[Parameter]) -> list[dict[str, Any]]:
+    names = {id(key): layout.hf_name for layout, _, key in parameters}
     groups = []
     for i, group in enumerate(optimizer.param_groups):
         options = {key: _plain(i, key, value) for key, value in group.items() if key != "params"}
@@ -136,12 +139,8 @@ def _plain(group: int, key: str, value: Any) -> Any:
 
 
 def _restore_groups(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    layouts: Mapping[str, ParameterLayout],
-    saved: list[dict[str, Any]],
+    optimizer: torch.optim.Optimizer, now: list[dict[str, Any]], saved: list[dict[str, Any]]
 ) -> None:
-    now = _groups(optimizer, model, layouts)
     if len(now) != len(saved):
         raise ValueError(
             f"the optimizer has {len(now)} groups, in the checkpoint it has {len(saved)}; use the same number"

@@ -8,7 +8,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -34,14 +33,6 @@ from fourfold.checkpoint.manifest import dump_json, read_manifest
 from fourfold.checkpoint.state import VALUES
 
 READ_BYTES = 16 * 2**20  # read at a time
-
-
-@dataclass(frozen=True)
-class Written:
-    """A chunk that a rank has written, and its file."""
-
-    stored: ByteRange
-    record: FileRecord
 
 
 class _Storage:
@@ -84,23 +75,18 @@ class Writer(_Storage, StorageWriter):
         by_name = {names[index]: tensor for index, tensor in chunks.items()}
         header, ranges = safetensors_header(by_name)
         folder = commit.unfinished(self._root, self._step)
-        record = folder.write(self._file, _file(header, [by_name[name] for name in ranges]))
-        done.set_result(
-            [
-                WriteResult(index, stop - start, Written(ByteRange(self._file, start, stop), record))
-                for index in chunks
-                for start, stop in [ranges[names[index]]]
-            ]
-        )
+        content = itertools.chain([header], (raw_bytes(by_name[name]) for name in ranges))
+        record = folder.write(self._file, content)
+        stored = {index: ByteRange(self._file, *ranges[names[index]]) for index in chunks}
+        done.set_result([WriteResult(i, b.stop - b.start, (b, record)) for i, b in stored.items()])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         stored: dict[MetadataIndex, ByteRange] = {}
         files: dict[str, FileRecord] = {}
         for result in itertools.chain.from_iterable(results):
-            written: Written = result.storage_data
-            stored[result.index] = written.stored
-            files[written.stored.file] = written.record
+            stored[result.index], record = result.storage_data
+            files[stored[result.index].file] = record
         folder = commit.unfinished(self._root, self._step)
         files[INDEX] = folder.write(INDEX, [write_index(metadata, stored)])
         files[VALUES] = folder.write(VALUES, [dump_json(self._values)])
@@ -214,12 +200,6 @@ def safetensors_header(tensors_to_write: dict[str, Tensor]) -> tuple[bytes, dict
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, {name: (len(header) + a, len(header) + b) for name, (a, b) in ranges.items()}
-
-
-def _file(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
-    yield header
-    for tensor in tensors:
-        yield raw_bytes(tensor)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

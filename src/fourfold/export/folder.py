@@ -16,7 +16,7 @@ from fourfold.checkpoint.manifest import CorruptCheckpointError, dump_json, find
 from fourfold.checkpoint.state import VALUES
 from fourfold.checkpoint.storage import Reader
 from fourfold.export import tokenizer as tokenizers
-from fourfold.export.model_card import Facts, model_card
+from fourfold.export.model_card import model_card
 from fourfold.export.run_values import value_at
 from fourfold.export.weights import FILE_BYTES, write_weights
 
@@ -74,9 +74,9 @@ def export(
         if values["model"] is not None and (generation := _generation(values, chosen)):
             files.append(GENERATION)
             folder.write(GENERATION, [dump_json(generation)])
-        facts = Facts(values, weights, chosen.fingerprint if chosen else None)
+        card = model_card(values, weights, chosen.fingerprint if chosen else None)
         files.append(CARD)
-        folder.write(CARD, [model_card(facts).encode()])
+        folder.write(CARD, [card.encode()])
         # Last: where folders cannot be renamed, from_pretrained loads no folder without it.
         if values["model"] is not None:
             files.append(CONFIG)

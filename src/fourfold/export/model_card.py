@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fourfold.export.run_values import data_sources, last_losses, value_at
@@ -25,26 +24,17 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){line}
 """
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The inputs of a card: the checkpoint's values, the weights written, the tokenizer's fingerprint if any."""
-
-    values: dict[str, Any]
-    weights: Weights
-    tokenizer: str | None
-
-
-def model_card(facts: Facts) -> str:
-    """README.md of an exported folder; unknown facts are left out."""
-    values = facts.values
+def model_card(values: dict[str, Any], weights: Weights, tokenizer: str | None) -> str:
+    """README.md of an exported folder, from the checkpoint's values, the weights written, and the tokenizer's
+    fingerprint if any; unknown facts are left out."""
     architecture = value_at(values, "model", "architectures")
     name = architecture[0] if architecture else "A model"
     parts = [
         HEAD if values["model"] is not None else "",
         f"# {_cell(name)}, step {values['step']}\n",
         "Trained with Fourfold. This page was written from the checkpoint and the log of the run.\n",
-        _use(facts.tokenizer is not None) if values["model"] is not None else "",
-        _section("Model", _model(facts)),
+        _use(tokenizer is not None) if values["model"] is not None else "",
+        _section("Model", _model(values["model"], weights, tokenizer)),
         _section("Training", _training(values)),
         _section("Loss", _losses(values)),
         _data(values),
@@ -63,11 +53,10 @@ def _use(with_tokenizer: bool) -> str:
 # -- sections ------------------------------------------------------------------------------------------------------
 
 
-def _model(facts: Facts) -> Iterable[Row]:
-    model = facts.values["model"]
+def _model(model: Any, weights: Weights, tokenizer: str | None) -> Iterable[Row]:
     yield from _given(model, ("kind", "model_type"))
-    yield "parameters", f"{facts.weights.parameters:,}"
-    yield "weights", f"{str(facts.weights.dtype).removeprefix('torch.')}, {facts.weights.bytes:,} bytes"
+    yield "parameters", f"{weights.parameters:,}"
+    yield "weights", f"{str(weights.dtype).removeprefix('torch.')}, {weights.bytes:,} bytes"
     yield from _given(
         model,
         ("layers", "num_hidden_layers", "n_layer"),
@@ -80,8 +69,8 @@ def _model(facts: Facts) -> Iterable[Row]:
         ("longest sequence", "max_position_embeddings", "n_positions"),
         ("tied embeddings", "tie_word_embeddings"),
     )
-    if facts.tokenizer is not None:
-        yield "tokenizer", f"fingerprint {facts.tokenizer}"
+    if tokenizer is not None:
+        yield "tokenizer", f"fingerprint {tokenizer}"
 
 
 def _training(values: dict[str, Any]) -> Iterable[Row]:
