@@ -21,10 +21,10 @@ from benchmarks.ranks import RankPool
 from fourfold.checkpoint.folder import FileRecord, open_folder
 from fourfold.checkpoint.manifest import (
     MANIFEST,
-    CheckpointManifest,
     dump_json,
     find_damage,
     hash_file,
+    manifest_bytes,
     read_manifest,
 )
 from fourfold.checkpoint.state import VALUES, read_values
@@ -208,7 +208,7 @@ def rehashed(folder: Path, step: int) -> None:
         if path.name != MANIFEST:
             size = path.stat().st_size
             files[path.name] = FileRecord(size, hash_file(where, path.name, size))
-    (folder / MANIFEST).write_bytes(CheckpointManifest(step, files).to_bytes())
+    (folder / MANIFEST).write_bytes(manifest_bytes(step, files))
 
 
 def load_whole(root: Path, step: int) -> None:
@@ -254,7 +254,7 @@ def test_a_hostile_manifest_is_read_or_rejected(saved: Path, tmp_path: Path) -> 
         lie.pop("xxh3_128", None)
         file.write_bytes(dump_json({**lie, "xxh3_128": xxhash.xxh3_128_hexdigest(dump_json(lie))}))
         with Bounded(), ReadOrRefused(MANIFEST):
-            files = read_manifest(open_folder(root / "step-1"), 1).files
+            files = read_manifest(open_folder(root / "step-1"), 1)
             assert not any(set(name) & set("/\0") or name.startswith(".") for name in files)
             find_damage(open_folder(root / "step-1"), 1)
 

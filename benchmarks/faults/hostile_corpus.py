@@ -23,7 +23,7 @@ import xxhash
 from benchmarks.faults.saves import trained
 from fourfold.checkpoint import Checkpoints
 from fourfold.checkpoint.folder import FileRecord, open_folder
-from fourfold.checkpoint.manifest import MANIFEST, CheckpointManifest, dump_json, find_damage, hash_file
+from fourfold.checkpoint.manifest import MANIFEST, dump_json, find_damage, hash_file, manifest_bytes
 from fourfold.checkpoint.state import VALUES, read_values
 from fourfold.checkpoint.storage import Reader, read_rows
 from fourfold.config.run_file import load_run
@@ -300,7 +300,7 @@ class Corpus:
             for path in folder.iterdir()
             if path.name != MANIFEST
         }
-        (folder / MANIFEST).write_bytes(CheckpointManifest(1, files | (more or {})).to_bytes())
+        (folder / MANIFEST).write_bytes(manifest_bytes(1, files | (more or {})))
 
 
 def spoil(value: dict[str, Any], choose: random.Random) -> Any:

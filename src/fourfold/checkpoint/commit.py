@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from fourfold.checkpoint.folder import FileRecord, Folder
-from fourfold.checkpoint.manifest import MANIFEST, CheckpointManifest
+from fourfold.checkpoint.manifest import MANIFEST, manifest_bytes
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 
@@ -62,7 +62,7 @@ def commit(root: Folder, step: int, files: Mapping[str, FileRecord]) -> None:
                 f"{folder}/{name} was written with {record.size} bytes, but rank 0 sees {seen}; save to a folder that all "
                 "hosts share"
             )
-    folder.write(MANIFEST, [CheckpointManifest(step, files).to_bytes()])
+    folder.write(MANIFEST, [manifest_bytes(step, files)])
     if root.renames:
         root.rename(f"{step_name(step)}.tmp", step_name(step))
 

@@ -24,7 +24,7 @@ def list_all(path: str) -> None:
         if damage:
             print(f"{step_name(step):<14} DAMAGED  {damage[0]}")
             continue
-        files = read_manifest(folder, step).files
+        files = read_manifest(folder, step)
         size = sum(record.size for record in files.values())
         print(f"{step_name(step):<14} complete  {len(files)} files, {_bytes(size)}")
         newest = step
@@ -48,7 +48,7 @@ def verify(path: str, step: int | None) -> bool:
             is_valid = False
             print("\n".join([f"{step_name(number)} DAMAGED", *(f"  {line}" for line in damage)]))
         else:
-            print(f"{step_name(number)} valid, {len(read_manifest(folder, number).files)} files")
+            print(f"{step_name(number)} valid, {len(read_manifest(folder, number))} files")
     return is_valid
 
 

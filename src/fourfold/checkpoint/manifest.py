@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import xxhash
@@ -25,25 +25,14 @@ class CorruptCheckpointError(ValueError):
     """A checkpoint differs from what was written; the message names the file."""
 
 
-@dataclass(frozen=True)
-class CheckpointManifest:
-    """The files of a checkpoint."""
-
-    step: int
-    files: Mapping[str, FileRecord]
-
-    def to_bytes(self) -> bytes:
-        """As JSON with a hash of itself, because no manifest lists the manifest."""
-        body = {
-            "format": FORMAT,
-            "step": self.step,
-            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
-        }
-        return dump_json({**body, "xxh3_128": xxhash.xxh3_128_hexdigest(dump_json(body))})
+def manifest_bytes(step: int, files: Mapping[str, FileRecord]) -> bytes:
+    """The manifest as JSON, with a hash of itself, because no manifest lists the manifest."""
+    body = {"format": FORMAT, "step": step, "files": {name: asdict(record) for name, record in files.items()}}
+    return dump_json({**body, "xxh3_128": xxhash.xxh3_128_hexdigest(dump_json(body))})
 
 
-def read_manifest(folder: Folder, step: int) -> CheckpointManifest:
-    """The manifest of the checkpoint in ``folder``; `CorruptCheckpointError` if there is no valid one of ``step``."""
+def read_manifest(folder: Folder, step: int) -> dict[str, FileRecord]:
+    """The files of the checkpoint in ``folder``; `CorruptCheckpointError` if there is no valid manifest of ``step``."""
     body = read_json(folder, MANIFEST)
     said = body.pop("xxh3_128", None)
     found = xxhash.xxh3_128_hexdigest(dump_json(body))
@@ -59,13 +48,12 @@ def read_manifest(folder: Folder, step: int) -> CheckpointManifest:
             f"{folder}/{MANIFEST}: is of step {body.get('step')!r:.80}, but is in the folder of step {step}"
         )
     try:
-        files = {
+        return {
             plain_name(name): FileRecord(natural(record["size"]), word(record["xxh3_128"]))
             for name, record in body["files"].items()
         }
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CorruptCheckpointError(f"{folder}/{MANIFEST}: has no valid list of files ({error})") from error
-    return CheckpointManifest(step, files)
 
 
 def find_damage(
@@ -76,11 +64,11 @@ def find_damage(
     ``parts`` ranks share the files; without ``hashes`` only sizes are compared.
     """
     try:
-        manifest = read_manifest(folder, step)
+        files = read_manifest(folder, step)
     except CorruptCheckpointError as error:
         return [str(error)]
     damage = []
-    for name, record in sorted(manifest.files.items())[part::parts]:
+    for name, record in sorted(files.items())[part::parts]:
         size = folder.size(name)
         if size is None:
             damage.append(f"{folder}/{name}: is missing, the manifest has it with {record.size} bytes")

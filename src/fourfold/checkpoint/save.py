@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -127,9 +126,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         elif self._thread is not None:

@@ -98,8 +98,8 @@ class Reader(_Storage, StorageReader):
 
     def __init__(self, root: Folder, step: int) -> None:
         self.folder = root.child(commit.step_name(step))
-        manifest = read_manifest(self.folder, step)
-        self.metadata = read_index(self.folder, {name: f.size for name, f in manifest.files.items()})
+        files = read_manifest(self.folder, step)
+        self.metadata = read_index(self.folder, {name: record.size for name, record in files.items()})
         self.bytes_read = 0
 
     def read_metadata(self) -> Metadata:

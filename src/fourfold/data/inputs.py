@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.data.documents import KINDS, FileChunk, Kind, Reading, kind_of, split_file
@@ -15,46 +14,35 @@ PART_BYTES = (4 * MIB, 256 * MIB)  # minimum and maximum, unless given
 PARTS = 256  # the target within these limits: enough for the processes of a node, few enough files
 
 
-@dataclass(frozen=True)
-class Input:
-    """A file to read."""
-
-    path: Path
-    kind: Kind
-
-    @property
-    def bytes(self) -> int:
-        return self.path.stat().st_size
+Inputs = dict[Path, Kind]  # the files to read, in order
 
 
-def find_inputs(
-    names: Sequence[str], *, split: str = "train", text_suffixes: Sequence[str] = ()
-) -> list[Input]:
+def find_inputs(names: Sequence[str], *, split: str = "train", text_suffixes: Sequence[str] = ()) -> Inputs:
     """The files that the names stand for, in an order that depends only on the names.
 
     A folder stands for all files in it and below with a known suffix or one of ``text_suffixes``; a folder written by
     `datasets.Dataset.save_to_disk`, and ``hf:NAME``, for the Arrow files of that dataset.
     """
-    found: dict[Path, Input] = {}
+    found: Inputs = {}
     for name in names:
         resolved = _resolve(name, split, text_suffixes)
         if not resolved:
             known = ", ".join([*KINDS, *text_suffixes])
             raise ValueError(f"no file in {name} ends in {known}; name the files, or use --text-suffix")
-        for file in resolved:
-            found.setdefault(file.path, file)
-    return list(found.values())
+        for path, kind in resolved.items():
+            found.setdefault(path, kind)
+    return found
 
 
-def parts(inputs: Sequence[Input], reading: Reading, part_bytes: int | None = None) -> list[list[FileChunk]]:
+def parts(inputs: Inputs, reading: Reading, part_bytes: int | None = None) -> list[list[FileChunk]]:
     """Group chunks into parts of about equal size: chunks of a large file, or several small files together."""
     if part_bytes is None:
         least, most = PART_BYTES
-        part_bytes = min(max(sum(i.bytes for i in inputs) // PARTS, least), most)
+        part_bytes = min(max(sum(path.stat().st_size for path in inputs) // PARTS, least), most)
     grouped: list[list[FileChunk]] = []
     held = 0
-    for file in inputs:
-        for chunk in split_file(file.path, file.kind, reading, part_bytes):
+    for path, kind in inputs.items():
+        for chunk in split_file(path, kind, reading, part_bytes):
             if not grouped or held + chunk.bytes > part_bytes:
                 grouped.append([])
                 held = 0
@@ -63,7 +51,7 @@ def parts(inputs: Sequence[Input], reading: Reading, part_bytes: int | None = No
     return grouped
 
 
-def _resolve(name: str, split: str, text_suffixes: Sequence[str]) -> list[Input]:
+def _resolve(name: str, split: str, text_suffixes: Sequence[str]) -> Inputs:
     if name.startswith(HUB):
         return _from_hub(name.removeprefix(HUB), split)
     path = Path(name)
@@ -71,7 +59,7 @@ def _resolve(name: str, split: str, text_suffixes: Sequence[str]) -> list[Input]
         raise ValueError(f"there is no {name}; name files or folders, or a dataset of the hub as {HUB}{name}")
     if path.is_file():
         # A file that is named is used, whatever its suffix.
-        return [Input(path, kind_of(path) or "text")]
+        return {path: kind_of(path) or "text"}
     if (path / "dataset_dict.json").exists():
         splits = read_json(path / "dataset_dict.json")["splits"]
         if split not in splits:
@@ -79,19 +67,19 @@ def _resolve(name: str, split: str, text_suffixes: Sequence[str]) -> list[Input]
         path = path / split
     if (path / "state.json").exists():
         files = read_json(path / "state.json")["_data_files"]
-        return [Input(path / file["filename"], "arrow") for file in files]
+        return {path / file["filename"]: "arrow" for file in files}
     suffixes: dict[str, Kind] = {suffix: "text" for suffix in text_suffixes}
-    return [
-        Input(file, kind)
+    return {
+        file: kind
         for file in sorted(path.rglob("*"))
         if file.is_file() and (kind := kind_of(file) or suffixes.get(file.suffix.lower()))
-    ]
+    }
 
 
-def _from_hub(name: str, split: str) -> list[Input]:
+def _from_hub(name: str, split: str) -> Inputs:
     try:
         from datasets import load_dataset
     except ImportError:
         raise ValueError(f"{HUB}{name} is read with datasets: pip install 'fourfold[data]'") from None
     files = load_dataset(name, split=split).cache_files
-    return [Input(Path(file["filename"]), "arrow") for file in files]
+    return {Path(file["filename"]): "arrow" for file in files}

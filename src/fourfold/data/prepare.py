@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from fourfold.data.documents import FileChunk, Reading, texts_of
-from fourfold.data.inputs import Input, find_inputs, parts
+from fourfold.data.inputs import Inputs, find_inputs, parts
 from fourfold.data.manifest import NAME as MANIFEST
 from fourfold.data.manifest import SPLITS, DatasetManifest, Split, split_of
 from fourfold.data.shards import SHARD_TOKENS, Shard, ShardWriter, find_damage, locked, token_dtype
@@ -102,7 +102,7 @@ def prepare(
         for number in _run(folder, settings, tokenizer, work, processes):
             done += sum(chunk.bytes for chunk in work[number])
             progress(done, total)
-        prepared = _combine(folder, len(work), tokenizer, sum(file.bytes for file in files))
+        prepared = _combine(folder, len(work), tokenizer, sum(path.stat().st_size for path in files))
         prepared.save(folder)
         shutil.rmtree(folder / "parts")
         return prepared
@@ -125,7 +125,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _write_or_check_plan(
-    folder: Path, files: Sequence[Input], settings: Settings, work: Sequence[list[FileChunk]]
+    folder: Path, files: Inputs, settings: Settings, work: Sequence[list[FileChunk]]
 ) -> TokenizerInfo:
     """Write the plan of this folder, or check that it is the same as before."""
     path = folder / PLAN
@@ -145,7 +145,7 @@ def _write_or_check_plan(
     plan = {
         "tokenizer": asdict(facts),
         "settings": {name: value for name, value in asdict(settings).items() if name != "tokenizer"},
-        "inputs": [[str(file.path), file.bytes, file.path.stat().st_mtime_ns] for file in files],
+        "inputs": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files],
         "parts": len(work),
     }
     plan = json.loads(json.dumps(plan))  # tuples become lists, as they come back

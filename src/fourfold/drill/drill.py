@@ -127,7 +127,7 @@ def compare(run: Path, undisturbed: Path, step: int = STEPS) -> list[str]:
         if not steps(root) or find_damage(root.child(step_name(step)), step):
             return [f"{root}: has no valid checkpoint of step {step}"]
         folder = root.child(step_name(step))
-        hashes = {n: r.xxh3_128 for n, r in read_manifest(folder, step).files.items() if n != VALUES}
+        hashes = {n: r.xxh3_128 for n, r in read_manifest(folder, step).items() if n != VALUES}
         values = read_json(folder, VALUES)
         found.append(hashes | {key: json.dumps(values[key]) for key in ("step", "seed", "data", "optimizer")})
     mine, theirs = found

@@ -15,6 +15,7 @@ from fourfold.checkpoint.folder import Folder, open_folder
 from fourfold.checkpoint.manifest import CorruptCheckpointError, dump_json, find_damage, read_json
 from fourfold.checkpoint.state import VALUES
 from fourfold.checkpoint.storage import Reader
+from fourfold.data.tokenizer import tokenizer_info
 from fourfold.export import tokenizer as tokenizers
 from fourfold.export.model_card import model_card
 from fourfold.export.run_values import value_at
@@ -70,11 +71,11 @@ def export(
         weights = write_weights(reader, folder, dtype=dtype, file_bytes=file_bytes)
         files = list(weights.files)
         if chosen is not None:
-            files += chosen.write(folder)
+            files += tokenizers.write(chosen, folder)
         if values["model"] is not None and (generation := _generation(values, chosen)):
             files.append(GENERATION)
             folder.write(GENERATION, [dump_json(generation)])
-        card = model_card(values, weights, chosen.fingerprint if chosen else None)
+        card = model_card(values, weights, tokenizer_info(chosen).fingerprint if chosen is not None else None)
         files.append(CARD)
         folder.write(CARD, [card.encode()])
         # Last: where folders cannot be renamed, from_pretrained loads no folder without it.
@@ -140,11 +141,11 @@ def _is_config(value: Any) -> bool:
     return isinstance(value, dict) and "model_type" in value
 
 
-def _generation(values: dict[str, Any], tokenizer: tokenizers.Chosen | None) -> dict[str, Any]:
+def _generation(values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The generation config of the pretrained model if there is one, otherwise the special token ids."""
     pretrained = value_at(values, "config", "model", "pretrained")
     if isinstance(pretrained, str) and (Path(pretrained) / GENERATION).is_file():
         return read_json(open_folder(pretrained), GENERATION)
     names = tokenizers.SPECIAL_IDS
     ids = {name: id_ for name in names if (id_ := value_at(values, "model", name)) is not None}
-    return ids | (tokenizer.special_ids if tokenizer is not None else {})
+    return ids | (tokenizers.special_ids(tokenizer) if tokenizer is not None else {})

@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fourfold.checkpoint.folder import Folder
-from fourfold.data.tokenizer import load_tokenizer, tokenizer_info
+from fourfold.data.tokenizer import load_tokenizer
 from fourfold.export.run_values import data_sources, value_at
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 Name = str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A tokenizer that was loaded and fits the model."""
-
-    tokenizer: Any
-    fingerprint: str
-
-    @property
-    def special_ids(self) -> dict[str, int]:
-        """Special token ids for generation: those of the data, whatever the model's config says."""
-        found = {name: getattr(self.tokenizer, name) for name in SPECIAL_IDS}
-        return {name: int(value) for name, value in found.items() if value is not None}
-
-    def write(self, out: Folder) -> list[str]:
-        with tempfile.TemporaryDirectory() as folder:
-            self.tokenizer.save_pretrained(folder)
-            files = sorted(file for file in Path(folder).iterdir() if file.is_file())
-            for file in files:
-                out.write(file.name, [file.read_bytes()])
-            return [file.name for file in files]
+def special_ids(tokenizer: Any) -> dict[str, int]:
+    """Special token ids for generation: those of the data, whatever the model's config says."""
+    found = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
+    return {name: int(value) for name, value in found.items() if value is not None}
 
 
-def find(named: Name | None, values: dict[str, Any]) -> tuple[Chosen | None, list[str]]:
-    """The given tokenizer, or that of the first dataset if it exists; and notes for the user."""
+def write(tokenizer: Any, out: Folder) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = sorted(file for file in Path(folder).iterdir() if file.is_file())
+        for file in files:
+            out.write(file.name, [file.read_bytes()])
+        return [file.name for file in files]
+
+
+def find(named: Name | None, values: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The given tokenizer, or that of the first dataset if it exists, or None; and notes for the user."""
     if named is None:
         sources = data_sources(values)
         if not sources:
@@ -58,4 +50,4 @@ def find(named: Name | None, values: dict[str, Any]) -> tuple[Chosen | None, lis
             f"tokenizer {os.fspath(named)} has {len(tokenizer)} tokens, the model's vocabulary has {rows}; give the "
             "tokenizer that it was trained with"
         )
-    return Chosen(tokenizer, tokenizer_info(tokenizer).fingerprint), []
+    return tokenizer, []

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from fourfold.checkpoint.folder import Folder
@@ -16,7 +17,7 @@ from fourfold.checkpoint.state import MODEL
 from fourfold.checkpoint.storage import Reader, raw_bytes, read_rows, safetensors_header
 
 FILE_BYTES = 5 * 10**9
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,15 @@ def write_weights(
     weights = _on_meta(reader, dtype)
     if not weights:
         raise ValueError(f"{reader.folder} has no tensors of a model")
-    groups = _files(weights, file_bytes)
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(groups, start=1):
-        file = SINGLE if len(groups) == 1 else f"model-{i:05}-of-{len(groups):05}.safetensors"
+    split = split_torch_state_dict_into_shards(weights, max_shard_size=file_bytes)
+    for file, names in split.filename_to_tensors.items():
         out.write(file, _content(reader, {name: weights[name] for name in names}))
-        weight_map |= dict.fromkeys(names, file)
-    files = list(dict.fromkeys(weight_map.values()))
+    files = list(split.filename_to_tensors)
     parameters = sum(math.prod(empty.shape) for empty in weights.values())
     size = sum(empty.nbytes for empty in weights.values())
-    if len(groups) > 1:
+    if split.is_sharded:
         metadata = {"total_parameters": parameters, "total_size": size}
-        out.write(INDEX, [dump_json({"metadata": metadata, "weight_map": weight_map})])
+        out.write(INDEX, [dump_json({"metadata": metadata, "weight_map": split.tensor_to_filename})])
         files.append(INDEX)
     floating = [empty.dtype for empty in weights.values() if empty.dtype.is_floating_point]
     widest = max(floating, key=lambda d: (d.itemsize, d == torch.bfloat16), default=torch.float32)
@@ -66,19 +64,6 @@ def _on_meta(reader: Reader, dtype: torch.dtype | None) -> dict[str, Tensor]:
             wanted = dtype if dtype is not None and stored.is_floating_point else stored
             weights[name.removeprefix(MODEL)] = torch.empty(tensor.size, dtype=wanted, device="meta")
     return weights
-
-
-def _files(weights: dict[str, Tensor], file_bytes: int) -> list[list[str]]:
-    """Tensor names by file: as many as fit, at least one."""
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, empty in weights.items():
-        if files[-1] and size + empty.nbytes > file_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += empty.nbytes
-    return files
 
 
 def _content(reader: Reader, weights: dict[str, Tensor]) -> Iterator[bytes | memoryview]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+
+T = TypeVar("T")
 
 HEAD_ATTRIBUTES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
 KV_HEAD_ATTRIBUTES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
@@ -55,13 +57,15 @@ class Anatomy:
         """(query heads, key/value heads) of the attention that a module belongs to."""
         parent = self.modules[name.rsplit(".", 1)[0]] if "." in name else self.model
         config = getattr(parent, "config", None) or self.config
-        heads = _first_int(parent, HEAD_ATTRIBUTES) or _first_int(config, HEAD_ATTRIBUTES)
-        kv_heads = _first_int(parent, KV_HEAD_ATTRIBUTES) or _first_int(config, KV_HEAD_ATTRIBUTES)
+        heads = first_attribute(parent, HEAD_ATTRIBUTES, int) or first_attribute(config, HEAD_ATTRIBUTES, int)
+        kv_heads = first_attribute(parent, KV_HEAD_ATTRIBUTES, int) or first_attribute(
+            config, KV_HEAD_ATTRIBUTES, int
+        )
         return heads, kv_heads
 
     def head_dim(self, name: str) -> int | None:
         parent = self.modules[name.rsplit(".", 1)[0]] if "." in name else self.model
-        size = _first_int(parent, ("head_dim", "head_size", "d_head"))
+        size = first_attribute(parent, ("head_dim", "head_size", "d_head"), int)
         if size is None:
             heads, _ = self.heads(name)
             size = self.hidden // heads if heads else None
@@ -117,12 +121,10 @@ def _call(model: nn.Module, method: str) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _first_int(owner: Any, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        value = getattr(owner, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
+def first_attribute(owner: Any, names: tuple[str, ...], kind: type[T]) -> T | None:
+    """The first of these attributes that is a number of this type; a bool is not an int here."""
+    values = (getattr(owner, name, None) for name in names)
+    return next((value for value in values if isinstance(value, kind) and not isinstance(value, bool)), None)
 
 
 def is_norm(module: nn.Module) -> bool:

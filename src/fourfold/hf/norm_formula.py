@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fourfold.hf.anatomy import first_attribute
+
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
 _USUAL_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried where a module does not state its own
 
@@ -55,11 +57,7 @@ class Formula:
 
 
 def epsilon_of(module: nn.Module) -> float | None:
-    for name in _EPSILON_NAMES:
-        value = getattr(module, name, None)
-        if isinstance(value, float):
-            return value
-    return None
+    return first_attribute(module, _EPSILON_NAMES, float)
 
 
 def recognise(module: nn.Module) -> Formula | None:
