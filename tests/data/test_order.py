@@ -153,7 +153,7 @@ def test_grids_batches_and_interruptions_do_not_change_the_order(
         for rank in range(int(np.prod(shape))):
             grid = grid_of(shape, rank)
             batches = Loader(mixture, grid, batch, read_ahead=read_ahead).batches(count)
-            rows = [ids(next(batches).input_ids) for _ in range(steps)]
+            rows = [ids(next(batches).inputs["input_ids"]) for _ in range(steps)]
             batches.close()  # type: ignore[attr-defined]
             # x and y ranks of a replica read the same.
             assert replicas.setdefault(grid.batch_rank, rows) == rows
@@ -162,7 +162,7 @@ def test_grids_batches_and_interruptions_do_not_change_the_order(
         count += steps * batch
 
     whole = Loader(mixture, grid_of((1, 1, 1, 1), 0), max(1, count), read_ahead=0).read(0)
-    assert seen == ids(whole.input_ids)[:count]
+    assert seen == ids(whole.inputs["input_ids"])[:count]
     for source, size in enumerate(mixture.order.sizes):
         mine = [sample for s, sample in seen if s == source]
         for first, stop in pairwise(range(0, len(mine) + 1, size)):

@@ -117,7 +117,7 @@ def packed(folder: Path, kind: str, shape: Shape, **options: object) -> float:
     ff.parallelize(model, grid, **options)
     mixture = open_mixture([(folder, 1.0)], length=24, seed=0)
     batch = Loader(mixture, grid, global_batch=2).read(0)
-    check_documents_stay_apart(model, grid, rows=len(batch.labels), vocab_size=VOCABULARY)
+    check_documents_stay_apart(model, grid, rows=len(batch.inputs["labels"]), vocab_size=VOCABULARY)
     assert model.training
     return model(**batch.inputs).loss.item()
 

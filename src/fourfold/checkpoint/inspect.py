@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from rich.filesize import decimal
+
 from fourfold.checkpoint import commit
 from fourfold.checkpoint.commit import step_name
 from fourfold.checkpoint.folder import open_folder
@@ -26,7 +28,7 @@ def list_all(path: str) -> None:
             continue
         files = read_manifest(folder, step)
         size = sum(record.size for record in files.values())
-        print(f"{step_name(step):<14} complete  {len(files)} files, {_bytes(size)}")
+        print(f"{step_name(step):<14} complete  {len(files)} files, {decimal(size)}")
         newest = step
     for name in commit.unfinished_names(root):
         print(f"{name:<14} not a checkpoint: an interrupted save or removal, or set aside as damaged")
@@ -65,18 +67,10 @@ def show(path: str, step: int | None, *, with_tensors: bool) -> None:
         found = {n: t for n, t in tensors(reader.metadata).items() if n.startswith(f"{part}.")}
         count = sum(math.prod(t.size) for t in found.values())
         size = sum(math.prod(t.size) * t.properties.dtype.itemsize for t in found.values())
-        print(f"{part}: {len(found)} tensors, {count:,} values, {_bytes(size)}")
+        print(f"{part}: {len(found)} tensors, {count:,} values, {decimal(size)}")
         if with_tensors:
             for name, tensor in sorted(found.items()):
                 kind = str(tensor.properties.dtype).removeprefix("torch.")
                 print(f"  {name} {list(tensor.size)} {kind}, {len(tensor.chunks)} pieces")
     for key in ("step", "seed", "data", "schedule", "config", "versions"):
         print(f"{key}: {values[key]}")
-
-
-def _bytes(size: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.4g} {unit}"
-        size /= 1000
-    return f"{size:.4g} TB"

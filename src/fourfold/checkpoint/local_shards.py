@@ -107,15 +107,16 @@ class LocalShards:
         return [_chunk(shard) for shard in self.shards]
 
 
+# What both planners take: `LocalShards` by name are flat already.
+FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+
+
 def _chunk(shard: LocalShard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(shard.offset), shard.local.shape)
 
 
 class SavePlanner(DefaultSavePlanner):
     """DCP's default planner, for `LocalShards` by name."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         held = cast(LocalShards, self.state_dict[index.fqn])
@@ -124,9 +125,6 @@ class SavePlanner(DefaultSavePlanner):
 
 class LoadPlanner(DefaultLoadPlanner):
     """DCP's default planner, for `LocalShards` by name; a missing element or another dtype is an error."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

@@ -22,7 +22,7 @@ from fourfold.checkpoint import commit, state
 from fourfold.checkpoint.commit import step_name
 from fourfold.checkpoint.folder import Folder, open_folder
 from fourfold.checkpoint.index import tensors
-from fourfold.checkpoint.local_shards import LoadPlanner, SavePlanner
+from fourfold.checkpoint.local_shards import FLAT, LoadPlanner, SavePlanner
 from fourfold.checkpoint.manifest import find_damage
 from fourfold.checkpoint.state import Snapshot, TrainState
 from fourfold.checkpoint.storage import Reader, Writer
@@ -104,7 +104,10 @@ class Checkpoints:
         targets = state.targets(training, tensors(reader.metadata), values)
         try:
             dcp_load(
-                cast(Any, targets), storage_reader=reader, planner=LoadPlanner(), process_group=self._group
+                cast(Any, targets),
+                storage_reader=reader,
+                planner=LoadPlanner(**FLAT),
+                process_group=self._group,
             )
         except CheckpointException as error:
             raise ValueError(f"{reader.folder} cannot be loaded:\n{_error_text(error)}") from error
@@ -143,7 +146,7 @@ class Checkpoints:
             dcp_save(
                 cast(Any, snapshot.tensors),
                 storage_writer=writer,
-                planner=SavePlanner(),
+                planner=SavePlanner(**FLAT),
                 process_group=self._group,
             )
             outcome = "was saved, but older checkpoints were not removed"

@@ -15,26 +15,21 @@ import torch
 from torch import Tensor
 
 from fourfold.data.mixture import Mixture
+from fourfold.data.samples import Sample
 from fourfold.mesh.grid import Grid
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's rows, each tensor [rows, length], and the range of global samples of the step."""
+    """This rank's rows, and the range of global samples of the step.
 
-    input_ids: Tensor
-    labels: Tensor
-    position_ids: Tensor
+    ``inputs`` are those of a Hugging Face causal LM, each [rows, length], without an attention mask: the positions say
+    where documents start. Not every model respects them; `check_documents_stay_apart` tests it.
+    """
+
+    inputs: dict[str, Tensor]
     first_sample: int
     next_sample: int  # to save: the number of samples after this step
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """For a Hugging Face causal LM, without an attention mask: the positions say where documents start.
-
-        Not every model respects them; `check_documents_stay_apart` tests it.
-        """
-        return {"input_ids": self.input_ids, "labels": self.labels, "position_ids": self.position_ids}
 
 
 class Loader:
@@ -70,8 +65,9 @@ class Loader:
         rows = rows or self._rows
         first, stop = first_sample + rows.start, first_sample + rows.stop
         samples = self._mixture.samples(first, stop)
-        input_ids, labels, position_ids = (self._stacked(rows) for rows in zip(*samples, strict=True))
-        return Batch(input_ids, labels, position_ids, first_sample, first_sample + self._batch)
+        columns = zip(Sample._fields, zip(*samples, strict=True), strict=True)
+        inputs = {name: self._stacked(rows) for name, rows in columns}
+        return Batch(inputs, first_sample, first_sample + self._batch)
 
     def _stacked(self, rows: tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]) -> Tensor:
         stacked = torch.from_numpy(np.stack(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from fourfold.untrusted_input import Natural, relative_name
 
 ENDS_DTYPE = np.dtype("<u4")  # positions in one shard
 SHARD_TOKENS = 1 << 27
-READ_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,8 @@ def find_damage(folder: Path, shards: list[Shard], dtype: np.dtype[Any], *, cont
 
 
 def file_xxh3(path: Path) -> str:
-    hashed = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            hashed.update(block)
-    return hashed.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 @contextmanager

@@ -126,8 +126,8 @@ class _Assignment:
                 "and y=1 (z and data alone need no roles)"
             )
         hidden = self.anatomy.hidden_size
-        if hidden is not None and hidden % self.grid.y:
-            raise self._does_not_divide("y", f"hidden_size={hidden} of {type(self.model).__name__}", hidden)
+        if hidden is not None:
+            self._check_divides("y", f"hidden_size={hidden} of {type(self.model).__name__}", hidden)
         self._check_styles()
         roles: list[Role] = []
         idle = idle_towers(self.model)
@@ -159,9 +159,7 @@ class _Assignment:
                     "its forward does with a part of the vocabulary is not known; use x=1 and y=1"
                 )
             self._check_fit(name, module, word, ("embedding_rowwise",))
-            if module.embedding_dim % self.grid.y:
-                what = f"the {module.embedding_dim} features of {name}"
-                raise self._does_not_divide("y", what, module.embedding_dim)
+            self._check_divides("y", f"the {module.embedding_dim} features of {name}", module.embedding_dim)
             self._check_vocabulary(name, module.num_embeddings)
             self._check_plain(name, module)
             return Role(name, "embedding_rowwise", why or "the model's input embedding")
@@ -219,14 +217,10 @@ class _Assignment:
                 and last.startswith(("q", "k", "v"))
             ):
                 word, why = "norm_x", "over the features of all heads"
-                if kv_heads and last.startswith(("k", "v")) and kv_heads % self.grid.x:
-                    parent = name.rsplit(".", 1)[0]
-                    raise self._does_not_divide(
-                        "x",
-                        f"num_key_value_heads={kv_heads} of {parent}",
-                        kv_heads,
-                        f", and they cannot be replicated ({name} is a norm over all of them)",
-                    )
+                if kv_heads and last.startswith(("k", "v")):
+                    what = f"num_key_value_heads={kv_heads} of {name.rsplit('.', 1)[0]}"
+                    why_not = f", and they cannot be replicated ({name} is a norm over all of them)"
+                    self._check_divides("x", what, kv_heads, why_not)
         if word is None and inside_attention and size is None and last.startswith(("q", "k", "v")):
             return Role(name, "without parameters", "over the features of a head")
         if word is None and (size is None or tuple(size) == (self.anatomy.hidden,)):
@@ -240,9 +234,9 @@ class _Assignment:
                     f"not one that Fourfold can shard over y={self.grid.y} and x={self.grid.x} (epsilon "
                     f"{epsilon_of(module)}); use y=1 and x=1"
                 )
-            axis: Axis = "y" if word == "norm" else "x"
-            if features % self.grid.size(axis):
-                raise self._does_not_divide(axis, f"the {features} features of {name}", features)
+            self._check_divides(
+                "y" if word == "norm" else "x", f"the {features} features of {name}", features
+            )
             return Role(name, word, why, formula=formula, features=features)
         if word in ("replicated", "replicated_with_grad_allreduce", "heads"):
             return Role(name, word, why)
@@ -263,11 +257,10 @@ class _Assignment:
             self._check_fit(holder, parameter, word, _OF_PARAMETERS)
             if word not in _OF_PARAMETERS:
                 raise self._missing_style(full, word)
-            axis: Axis = "x" if word == "heads" else "y"
             if word in ("heads", "features"):
+                axis: Axis = "x" if word == "heads" else "y"
                 size = parameter.shape[0 if word == "heads" else -1]
-                if size % self.grid.size(axis):
-                    raise self._does_not_divide(axis, f"the {size} entries of {full}", size)
+                self._check_divides(axis, f"the {size} entries of {full}", size)
             roles.append(Role(full, word, why))
         return roles
 
@@ -292,18 +285,16 @@ class _Assignment:
 
     def _check_linear(self, role: Role, module: nn.Module) -> None:
         in_features, out_features = linear_shape(module)
-        if role.in_axis is not None and in_features % self.grid.size(role.in_axis):
+        if role.in_axis is not None:
             what = f"the {in_features} input features of {role.name}"
-            raise self._does_not_divide(role.in_axis, what, in_features)
+            self._check_divides(role.in_axis, what, in_features)
         if role.head:
             self._check_vocabulary(role.name, out_features)  # which does not need to divide
             return
         if role.replicated_heads or role.out_axis is None:
             return
         for width in role.segments or (out_features,):
-            if width % self.grid.size(role.out_axis):
-                what = f"the {width} output features of {role.name}"
-                raise self._does_not_divide(role.out_axis, what, width)
+            self._check_divides(role.out_axis, f"the {width} output features of {role.name}", width)
 
     def _check_vocabulary(self, name: str, rows: int) -> None:
         """Uneven shards are supported, but each rank needs a row: FSDP2 has no gradient for an empty tensor."""
@@ -321,8 +312,8 @@ class _Assignment:
             return role
         parent = role.name.rsplit(".", 1)[0]
         heads, kv_heads = self.anatomy.heads(role.name)
-        if heads and heads % x:
-            raise self._does_not_divide("x", f"num_attention_heads={heads} of {parent}", heads)
+        if heads:
+            self._check_divides("x", f"num_attention_heads={heads} of {parent}", heads)
         if kv_heads and kv_heads % x:
             separate = SEPARATE_KV.search(role.name) is not None
             fused = role.segments is not None or not (separate or self._has_separate_kv(parent))
@@ -332,12 +323,11 @@ class _Assignment:
                     if fused
                     else f"x is not a multiple of {kv_heads} either"
                 )
-                raise self._does_not_divide(
-                    "x",
+                what, why_not = (
                     f"num_key_value_heads={kv_heads} of {parent}",
-                    kv_heads,
                     f", and they cannot be replicated ({why})",
                 )
+                self._check_divides("x", what, kv_heads, why_not)
             if separate:
                 out_features = linear_shape(module)[1]
                 if out_features % kv_heads:
@@ -351,15 +341,17 @@ class _Assignment:
             n.rsplit(".", 1)[0] == parent and SEPARATE_KV.search(n) for n in self.anatomy.modules if "." in n
         )
 
-    def _does_not_divide(self, axis: Axis, what: str, size: int, because: str = "") -> UnsupportedError:
-        """The error, with a grid of the same number of ranks that avoids it."""
+    def _check_divides(self, axis: Axis, what: str, size: int, because: str = "") -> None:
+        """If an axis does not divide a size, the error names a grid of the same number of ranks that avoids it."""
         have = self.grid.size(axis)
+        if size % have == 0:
+            return
         fits = math.gcd(have, size)
         y = self.grid.y * have // fits
         # The other ranks go to y if it divides; z takes any number.
         to_y = axis == "x" and (self.anatomy.hidden_size is None or self.anatomy.hidden_size % y == 0)
         rest = f"y={y}" if to_y else f"z={self.grid.z * have // fits}"
-        return UnsupportedError(
+        raise UnsupportedError(
             f"{axis}={have} does not divide {what}{because}; use {'an x' if axis == 'x' else f'a {axis}'} that divides "
             f"{size}, such as {axis}={fits} with {rest}"
         )
