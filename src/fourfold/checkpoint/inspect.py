@@ -9,10 +9,9 @@ from rich.filesize import decimal
 from fourfold.checkpoint import commit
 from fourfold.checkpoint.commit import step_name
 from fourfold.checkpoint.folder import open_folder
-from fourfold.checkpoint.index import tensors
 from fourfold.checkpoint.manifest import find_damage, read_manifest
 from fourfold.checkpoint.state import read_values
-from fourfold.checkpoint.storage import Reader
+from fourfold.checkpoint.storage import Reader, tensors
 from fourfold.mesh.axes import AXES
 
 

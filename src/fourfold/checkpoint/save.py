@@ -21,11 +21,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from fourfold.checkpoint import commit, state
 from fourfold.checkpoint.commit import step_name
 from fourfold.checkpoint.folder import Folder, open_folder
-from fourfold.checkpoint.index import tensors
 from fourfold.checkpoint.local_shards import FLAT, LoadPlanner, SavePlanner
 from fourfold.checkpoint.manifest import find_damage
 from fourfold.checkpoint.state import Snapshot, TrainState
-from fourfold.checkpoint.storage import Reader, Writer
+from fourfold.checkpoint.storage import Reader, Writer, tensors
 from fourfold.mesh import agreements
 
 T = TypeVar("T")

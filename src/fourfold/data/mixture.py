@@ -44,8 +44,8 @@ def open_mixture(
         >>> mixture = open_mixture([("web", 0.7), ("books", 0.3)], length=1024, seed=0)  # doctest: +SKIP
     """
     opened = [(Samples(folder, split, length), weight) for folder, weight in folders]
-    for samples, _ in opened[1:]:
-        first, other = opened[0][0], samples
+    for other, _ in opened:
+        first = opened[0][0]
         if first.manifest.tokenizer != other.manifest.tokenizer:
             raise ValueError(
                 f"{first.folder} was prepared with tokenizer {first.manifest.tokenizer.fingerprint} of "
@@ -53,12 +53,11 @@ def open_mixture(
                 f"{other.manifest.tokenizer.fingerprint} of {other.manifest.tokenizer.vocab_size}; prepare both with "
                 f"--tokenizer {first.folder}/tokenizer"
             )
-    for samples, _ in opened:
         # A small source may have no validation text; one without training text is a mistake.
-        if split == "train" and not len(samples):
-            tokens = samples.manifest.tokens(split)
+        if split == "train" and not len(other):
+            tokens = other.manifest.tokens(split)
             raise ValueError(
-                f"{samples.folder} has {tokens} tokens, less than one sample of {length}; use a sequence_length of at most "
+                f"{other.folder} has {tokens} tokens, less than one sample of {length}; use a sequence_length of at most "
                 f"{tokens}, or more text"
             )
     opened = [(samples, weight) for samples, weight in opened if len(samples)]

@@ -11,10 +11,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from fourfold.checkpoint.folder import Folder
-from fourfold.checkpoint.index import tensors
 from fourfold.checkpoint.manifest import dump_json
 from fourfold.checkpoint.state import MODEL
-from fourfold.checkpoint.storage import Reader, raw_bytes, read_rows, safetensors_header
+from fourfold.checkpoint.storage import Reader, raw_bytes, read_rows, safetensors_header, tensors
 
 FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"

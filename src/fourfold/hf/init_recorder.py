@@ -186,15 +186,10 @@ class _Record:
     unsupported: str | None = None
 
     def add(self, op: str, target: Tensor, operands: tuple[Any, ...]) -> None:
-        step = _step(op, operands)
-        if isinstance(step, str):
-            self.unsupported = self.unsupported or step
-            return
-        rows = _rows(target, self.placeholder)
-        if rows is None:
-            self.unsupported = (
-                self.unsupported or f"{op} writes a part of shape {list(target.shape)}, not whole rows"
-            )
+        step, rows = _step(op, operands), _rows(target, self.placeholder)
+        if isinstance(step, str) or rows is None:
+            partly = f"{op} writes a part of shape {list(target.shape)}, not whole rows"
+            self.unsupported = self.unsupported or (step if isinstance(step, str) else partly)
             return
         shape = self.placeholder.shape
         height = shape[0] if shape else 1

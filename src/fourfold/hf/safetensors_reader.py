@@ -132,11 +132,8 @@ def _read_weight_map(path: Path) -> dict[str, Path]:
         raise ValueError(f"{path}: has no weight_map")
     for name, file in weight_map.items():
         try:
-            is_safetensors = plain_name(file).endswith(".safetensors")
+            if not plain_name(file).endswith(".safetensors"):
+                raise ValueError(f"{file!r:.80} is not the plain name of a .safetensors file")
         except ValueError as error:
             raise ValueError(f"{path}: {name} is in a file that cannot be read: {error}") from error
-        if not is_safetensors:
-            raise ValueError(
-                f"{path}: {name} is in {file!r}, which is not the plain name of a .safetensors file"
-            )
     return {name: path.parent / file for name, file in weight_map.items()}

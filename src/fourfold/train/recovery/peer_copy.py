@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from fourfold.checkpoint import state
-from fourfold.checkpoint.index import DTYPE_NAMES, DTYPES
 from fourfold.checkpoint.local_shards import LocalShards
 from fourfold.checkpoint.optimizer import PREFIX
 from fourfold.checkpoint.state import Snapshot, TrainState
+from fourfold.checkpoint.storage import DTYPE_NAMES, DTYPES
 
 MAX_TABLE_BYTES = 1 << 27
 MAX_PARTS = 64  # of a packed projection
