@@ -119,9 +119,7 @@ def interleave(counts: Sequence[int]) -> Pattern:
     that are eligible, choose the one with the earliest deadline. Every deviation is within 1 - 1/(2k - 2) for k sources.
     """
     period, k = sum(counts), len(counts)
-    if k == 1:
-        return Pattern(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
-    slack = 2 * k - 2
+    slack = max(1, 2 * k - 2)
     had = [0] * k
     source, before = np.empty(period, np.int64), np.empty(period, np.int64)
     for position in range(period):

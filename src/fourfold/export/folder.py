@@ -17,8 +17,7 @@ from fourfold.checkpoint.state import VALUES
 from fourfold.checkpoint.storage import Reader
 from fourfold.data.tokenizer import tokenizer_info
 from fourfold.export import tokenizer as tokenizers
-from fourfold.export.model_card import model_card
-from fourfold.export.run_values import value_at
+from fourfold.export.model_card import data_sources, model_card, value_at
 from fourfold.export.weights import FILE_BYTES, write_weights
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
@@ -63,7 +62,7 @@ def export(
             raise FileExistsError(
                 f"{parent}/{taken} exists{left}, and nothing is overwritten; move it away, or export elsewhere"
             )
-    chosen, said = tokenizers.find(tokenizer, values)
+    chosen, said = tokenizers.find(tokenizer, data_sources(values), value_at(values, "model", "vocab_size"))
     notes += said
     folder = parent.child(unfinished)
     folder.make()

@@ -9,7 +9,6 @@ from typing import Any
 
 from fourfold.checkpoint.folder import Folder
 from fourfold.data.tokenizer import load_tokenizer
-from fourfold.export.run_values import data_sources, value_at
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 Name = str | os.PathLike[str]
@@ -30,10 +29,12 @@ def write(tokenizer: Any, out: Folder) -> list[str]:
         return [file.name for file in files]
 
 
-def find(named: Name | None, values: dict[str, Any]) -> tuple[Any, list[str]]:
-    """The given tokenizer, or that of the first dataset if it exists, or None; and notes for the user."""
+def find(named: Name | None, sources: list[dict[str, Any]], rows: Any) -> tuple[Any, list[str]]:
+    """The given tokenizer, or that of the first of the datasets if it exists, or None; and notes for the user.
+
+    ``rows`` is the size of the model's vocabulary, if it is known.
+    """
     if named is None:
-        sources = data_sources(values)
         if not sources:
             return None, ["no tokenizer: the checkpoint names no dataset; --tokenizer FOLDER adds one"]
         named = Path(str(sources[0].get("path"))) / "tokenizer"
@@ -44,7 +45,6 @@ def find(named: Name | None, values: dict[str, Any]) -> tuple[Any, list[str]]:
             f"{os.fspath(named)} has no tokenizer.json; give a folder that save_pretrained wrote"
         )
     tokenizer = load_tokenizer(os.fspath(named))
-    rows = value_at(values, "model", "vocab_size")
     if isinstance(rows, int) and len(tokenizer) > rows:
         raise ValueError(
             f"tokenizer {os.fspath(named)} has {len(tokenizer)} tokens, the model's vocabulary has {rows}; give the "
