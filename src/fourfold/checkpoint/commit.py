@@ -1,8 +1,8 @@
 """The checkpoints of a run's folder: committed atomically, listed, removed.
 
-On a disk a checkpoint is written as ``step-N.tmp``, synced, and renamed to ``step-N``. An object store cannot rename, but a file
-appears in it only when it is complete: there the manifest, written last, commits the checkpoint. An existing checkpoint
-is never overwritten.
+On a disk a checkpoint is written as ``step-N.tmp``, synced, and renamed to ``step-N``. An object store cannot rename,
+but a file appears in it only when it is complete: there the manifest, written last, commits the checkpoint. An existing
+checkpoint is never overwritten.
 """
 
 from __future__ import annotations
