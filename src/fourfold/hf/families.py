@@ -35,16 +35,17 @@ def _roles(prefix: str, *, colwise: str, rowwise: str, **others: str) -> dict[st
     return {f"{prefix}.{name}": role for role, names in named.items() for name in names.split()}
 
 
-_LLAMA_LIKE = _roles(
-    "*.layers.*",
-    colwise="self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj",
-    rowwise="self_attn.o_proj mlp.down_proj",
-)
+def _separate_qkv(prefix: str, attention: str, out: str, mlp_in: str, mlp_out: str) -> dict[str, str]:
+    """The roles of blocks with q_proj, k_proj and v_proj."""
+    colwise = f"{attention}.q_proj {attention}.k_proj {attention}.v_proj {mlp_in}"
+    return _roles(prefix, colwise=colwise, rowwise=f"{attention}.{out} {mlp_out}")
+
+
+_LLAMA_LIKE = _separate_qkv("*.layers.*", "self_attn", "o_proj", "mlp.gate_proj mlp.up_proj", "mlp.down_proj")
 
 
 def _fairseq_like(prefix: str) -> dict[str, str]:
-    colwise = "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1"
-    return _roles(prefix, colwise=colwise, rowwise="self_attn.out_proj fc2")
+    return _separate_qkv(prefix, "self_attn", "out_proj", "fc1", "fc2")
 
 
 def _neox_like(prefix: str, attention: str, **others: str) -> dict[str, str]:
@@ -82,19 +83,11 @@ FAMILIES: dict[str, Family] = {
         head_arguments={"alibi": "batch*heads", "attention_mask": "batch,heads"},
     ),
     "gpt_neo": Family(
-        _roles(
-            "transformer.h.*",
-            colwise="attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj mlp.c_fc",
-            rowwise="attn.attention.out_proj mlp.c_proj",
-        ),
+        _separate_qkv("transformer.h.*", "attn.attention", "out_proj", "mlp.c_fc", "mlp.c_proj"),
         inner_attributes=("embed_dim",),
     ),
     "gptj": Family(
-        _roles(
-            "transformer.h.*",
-            colwise="attn.q_proj attn.k_proj attn.v_proj mlp.fc_in",
-            rowwise="attn.out_proj mlp.fc_out",
-        ),
+        _separate_qkv("transformer.h.*", "attn", "out_proj", "mlp.fc_in", "mlp.fc_out"),
         inner_attributes=("embed_dim",),
     ),
     "mpt": Family(
@@ -158,11 +151,7 @@ FAMILIES: dict[str, Family] = {
     "ultrabert": Family({"head.linear1": "colwise", "head.linear2": "rowwise", "head.decoder": "colwise"}),
     "modernbert-decoder": Family(
         {
-            **_roles(
-                "model.layers.*",
-                colwise="attn.q_proj attn.k_proj attn.v_proj mlp.Wi",
-                rowwise="attn.Wo mlp.Wo",
-            ),
+            **_separate_qkv("model.layers.*", "attn", "Wo", "mlp.Wi", "mlp.Wo"),
             "lm_head.dense": "latent",
             "lm_head.norm": "replicated",
         },
