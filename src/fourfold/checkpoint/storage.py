@@ -100,7 +100,9 @@ class Writer(_Storage, StorageWriter):
         by_name = {names[index]: tensor for index, tensor in chunks.items()}
         header, ranges = safetensors_header(by_name)
         folder = commit.unfinished(self._root, self._step)
-        content = itertools.chain([header], (raw_bytes(by_name[name]) for name in ranges))
+        content: Iterable[bytes | memoryview] = itertools.chain(
+            [header], (raw_bytes(by_name[name]) for name in ranges)
+        )
         record = folder.write(self._file, content)
         stored = {index: ByteRange(self._file, *ranges[names[index]]) for index in chunks}
         done.set_result([WriteResult(i, b.stop - b.start, (b, record)) for i, b in stored.items()])
