@@ -22,7 +22,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.published_rows import Row, gpt, in_scope, out_of_scope_counts, read
 from fourfold.planner.cost.compute import Kernels
@@ -86,9 +86,14 @@ FITTED = {
 _MOST = {"matmul_share": 1.0, "attention_share": 1.0, "node_share": 1.0}
 
 
+def with_library(cluster: Cluster, **changes: Any) -> Cluster:
+    """The same machines with other values of their library."""
+    return dataclasses.replace(cluster, library=dataclasses.replace(cluster.library, **changes))
+
+
 def predict_s(row: Row, figures: Figures) -> float:
     """Seconds of a step, by the best of the layouts that the source leaves open."""
-    cluster = CLUSTERS[row.cluster].with_library(node_share=figures.node_share)
+    cluster = with_library(CLUSTERS[row.cluster], node_share=figures.node_share)
     prices = Prices(row.workload, cluster, row.length, row.schedule, figures.kernels())
     return min(_step_s(prices, row, layout) for layout in row.layouts)
 

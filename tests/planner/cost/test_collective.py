@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.published import with_library
 from fourfold.planner.cost.collective import collective_s, place
-from fourfold.planner.inputs.cluster import LIBRARIES, Cluster, Library, preset
+from fourfold.planner.inputs.cluster import Cluster, Library, preset
 
 MEASURED = json.loads((Path(__file__).parent / "collectives.json").read_text())
 RING_ALONE = Library(
@@ -76,15 +77,15 @@ def test_an_all_reduce_is_no_longer_than_its_two_halves(name, payload, ranks, in
 @given(kinds, names, st.floats(1e3, 1e10), powers, powers)
 def test_another_algorithm_never_makes_it_longer(kind, name, payload, ranks, inner):
     cluster = preset(name)
-    more = cluster.with_library(algorithms=("ring", "tree", "hierarchical"))
-    ring = cluster.with_library(algorithms=("ring",))
+    more = with_library(cluster, algorithms=("ring", "tree", "hierarchical"))
+    ring = with_library(cluster, algorithms=("ring",))
     assert collective_s(kind, payload, ranks, inner, more) <= collective_s(kind, payload, ranks, inner, ring)
 
 
 def test_a_hierarchical_library_wins_where_rings_are_long():
     # PCCL against RCCL on 2,048 GCDs: many times faster for messages of megabytes.
     frontier = preset("frontier")
-    figures = dataclasses.replace(LIBRARIES["pccl"], node_share=frontier.library.node_share)
+    figures = Library("pccl", algorithms=("ring", "hierarchical"), node_share=frontier.library.node_share)
     pccl = dataclasses.replace(frontier, library=figures)
     ratio = collective_s("all_gather", 2**24, 2048, 1, frontier) / collective_s(
         "all_gather", 2**24, 2048, 1, pccl
@@ -164,7 +165,7 @@ def test_long_rings_on_slingshot_held_out(name, node_share, tables, median, most
 
     With NCCL's own constants the median error was 59 % on Frontier and 34 % on Perlmutter.
     """
-    cluster = preset(name).with_library(node_share=node_share)
+    cluster = with_library(preset(name), node_share=node_share)
     points = []
     for kind, table in tables.items():
         for ranks, sizes in MEASURED[table]["rows"].items():
@@ -177,8 +178,8 @@ def test_long_rings_on_slingshot_held_out(name, node_share, tables, median, most
 
 def hopping(hop_us: float, algorithm: str) -> Cluster:
     """A DGX H100 under NCCL's own constants for Simple, one algorithm at a time, small messages not treated apart."""
-    return preset("dgx-h100").with_library(
-        base_us=8.4, hop_us=hop_us, net_hop_us=14.0, node_share=0.96, in_switch_gain=1.0, algorithms=(algorithm,),
+    return with_library(
+        preset("dgx-h100"), base_us=8.4, hop_us=hop_us, net_hop_us=14.0, node_share=0.96, in_switch_gain=1.0, algorithms=(algorithm,),
         small_base_us=8.4, small_hop_us=hop_us, small_net_hop_us=14.0,
     )  # fmt: skip
 
@@ -203,7 +204,7 @@ def test_latencies_are_those_of_nccls_own_tuning(table, kind, algorithm, hop_us)
 def test_bandwidths_by_stride_are_those_of_nccls_own_tuning():
     for key, protocols in MEASURED["h100_nccl2275_agrs_ring"]["table"].items():
         nodes, per_node = map(int, key.split(","))
-        cluster = hopping(0.0, "ring").with_library(base_us=0.0, net_hop_us=0.0, device_share=1.0)
+        cluster = with_library(hopping(0.0, "ring"), base_us=0.0, net_hop_us=0.0, device_share=1.0)
         seconds = collective_s("all_gather", 1e12, nodes * per_node, 8 // per_node, cluster)
         assert 1e12 / seconds / 1e9 == pytest.approx(protocols[2][1], rel=0.01), key
 
@@ -222,8 +223,13 @@ def test_the_form_of_the_cost_holds_on_another_vendors_devices():
             moved_gb = passes * (ranks - 1) / ranks * (sizes_mb[-1] - sizes_mb[0]) * 1e-3
             gbps = moved_gb / (seconds[-1] - seconds[0])
             base_us = 1e6 * (seconds[0] - passes * (ranks - 1) / ranks * sizes_mb[0] * 1e-3 / gbps)
-            cluster = preset("frontier").with_library(
-                base_us=base_us, hop_us=0.0, small_base_us=base_us, small_hop_us=0.0, algorithms=("ring",)
+            cluster = with_library(
+                preset("frontier"),
+                base_us=base_us,
+                hop_us=0.0,
+                small_base_us=base_us,
+                small_hop_us=0.0,
+                algorithms=("ring",),
             )
             links = dataclasses.replace(cluster.links, devices_per_node=16, measured_gbps=((1, ranks, gbps),))
             cluster = dataclasses.replace(cluster, links=links)

@@ -1,11 +1,9 @@
 """Clusters: presets load, files come back as they went, mistakes are named."""
 
-import dataclasses
 import tomllib
 
 import pytest
 
-from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import from_dict, load, preset, presets, to_toml
 
 
@@ -50,10 +48,3 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_every_preset_says_what_it_assumes():
     assert all(preset(name).assumed for name in presets())
-
-
-def test_libraries_are_other_figures_on_the_same_machine():
-    cluster = preset("frontier")
-    other = dataclasses.replace(cluster, library=clusters.LIBRARIES["pccl"])
-    assert other.links == cluster.links
-    assert "hierarchical" in other.library.algorithms

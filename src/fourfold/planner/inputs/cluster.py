@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.files import toml_value
-from fourfold.planner.inputs.measured import Measured, from_tables, row_keys
+from fourfold.planner.inputs.measured import Measured, as_tuples, check_keys, from_tables
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,9 @@ class Library:
     in_flight: int = 1  # collectives of one group that are under way at a time; Gloo has two threads for each
 
 
-# Other libraries on the same machines. PCCL separates communication inside a node from that between nodes, which uses
-# recursive doubling. Gloo's values are of the order seen between processes on one host; calibrate measures real ones.
+# Gloo's values are of the order seen between processes on one host; calibrate measures real ones.
 LIBRARIES = {
     "nccl": Library(),
-    "rccl": Library(name="rccl"),
-    "pccl": Library(name="pccl", algorithms=("ring", "hierarchical")),
     "gloo": Library(
         name="gloo",
         base_us=300.0,
@@ -110,14 +107,15 @@ class Cluster:
     source: str = ""
     assumed: tuple[str, ...] = ()  # fields that no source gave
 
-    def with_library(self, **changes: Any) -> Cluster:
-        """The same machines with another library, or with other values of it.
+    @property
+    def target(self) -> str:
+        """The device type that decisions are made for."""
+        return "cpu" if self.library.name == "gloo" else "cuda"
 
-        Example:
-            >>> preset("frontier").with_library(name="pccl", algorithms=("ring", "hierarchical")).library.name
-            'pccl'
-        """
-        return dataclasses.replace(self, library=dataclasses.replace(self.library, **changes))
+    @property
+    def precision(self) -> str:
+        """The default precision of a run on these devices."""
+        return "bf16" if self.target == "cuda" else "fp32"
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------
@@ -127,7 +125,7 @@ _PRESETS = Path(__file__).with_name("clusters.json")
 
 def presets() -> list[str]:
     """The names of the clusters that come with Fourfold."""
-    return [entry["name"] for entry in _read_presets()]
+    return list(_read_presets())
 
 
 def preset(name: str) -> Cluster:
@@ -137,7 +135,7 @@ def preset(name: str) -> Cluster:
         >>> preset("dgx-h100").links.devices_per_node
         8
     """
-    entries = {entry["name"]: entry for entry in _read_presets()}
+    entries = _read_presets()
     if name not in entries:
         near = difflib.get_close_matches(name, entries, 1, cutoff=0.0)[0]
         raise ValueError(
@@ -159,51 +157,46 @@ def load(name_or_path: str | Path) -> Cluster:
     return preset(str(name_or_path))
 
 
-def _read_presets() -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = json.loads(_PRESETS.read_text())
-    return entries
+def _read_presets() -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in json.loads(_PRESETS.read_text())}
 
 
 # -- reading and writing ----------------------------------------------------------------------------------------------
 
-_SECTIONS: dict[str, type] = {"device": Device, "links": Links, "library": Library, "slowdown": Slowdown}
+_SECTIONS: dict[str, type] = {
+    "device": Device,
+    "links": Links,
+    "library": Library,
+    "slowdown": Slowdown,
+    "measured": Measured,
+}
 
 
 def from_dict(values: dict[str, Any]) -> Cluster:
     """A cluster from what a TOML or JSON file says; an unknown key is rejected with the nearest known one."""
-    _check_keys("a cluster file", values, ["name", "source", "assumed", *_SECTIONS, "measured"])
-    measured = dict(values.get("measured", {}))
-    known = [f.name for f in dataclasses.fields(Measured)]
-    _check_keys("[measured]", measured, known, " If an older version wrote it, run fourfold calibrate again")
-    parts: dict[str, Any] = {}
-    for section, kind in _SECTIONS.items():
-        given = dict(values.get(section, {}))
-        _check_keys(f"[{section}]", given, [f.name for f in dataclasses.fields(kind)])
-        if "measured_gbps" in given:
-            given["measured_gbps"] = tuple((int(i), int(r), float(b)) for i, r, b in given["measured_gbps"])
-        if "algorithms" in given:
-            given["algorithms"] = tuple(given["algorithms"])
-        required = [
-            f.name
-            for f in dataclasses.fields(kind)
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        ]
-        missing = [n for n in required if n not in given]
-        if missing:
-            raise ValueError(
-                f"[{section}] of cluster {values.get('name', '?')!r} lacks {len(missing)} of {len(required)} values: "
-                f"{', '.join(missing)}; add them, or start from a preset ({', '.join(presets())})"
-            )
-        parts[section] = kind(**given)
-    cluster = Cluster(
-        str(values.get("name", "unnamed")),
-        **parts,
-        measured=from_tables(measured),
-        source=str(values.get("source", "")),
-        assumed=tuple(values.get("assumed", ())),
-    )
+    check_keys("a cluster file", values, ["name", "source", "assumed", *_SECTIONS])
+    name = str(values.get("name", "unnamed"))
+    parts = {section: _section(section, values.get(section, {}), name) for section in _SECTIONS}
+    source, assumed = str(values.get("source", "")), tuple(values.get("assumed", ()))
+    cluster = Cluster(name, **parts, source=source, assumed=assumed)
     _check_values(cluster)
     return cluster
+
+
+def _section(section: str, values: dict[str, Any], cluster: str) -> Any:
+    kind = _SECTIONS[section]
+    if kind is Measured:
+        return from_tables(values)
+    fields = dataclasses.fields(kind)
+    check_keys(f"[{section}]", values, [f.name for f in fields])
+    required = [f.name for f in fields if f.default is dataclasses.MISSING]
+    missing = [n for n in required if n not in values]
+    if missing:
+        raise ValueError(
+            f"[{section}] of cluster {cluster!r} lacks {len(missing)} of {len(required)} values: "
+            f"{', '.join(missing)}; add them, or start from a preset ({', '.join(presets())})"
+        )
+    return kind(**{key: as_tuples(value) for key, value in values.items()})
 
 
 def to_toml(cluster: Cluster) -> str:
@@ -213,37 +206,18 @@ def to_toml(cluster: Cluster) -> str:
         >>> from_dict(tomllib.loads(to_toml(preset("alps-gh200")))) == preset("alps-gh200")
         True
     """
-    lines = [f"name = {toml_value(cluster.name)}", f"source = {toml_value(cluster.source)}"]
-    lines.append(f"assumed = {toml_value(cluster.assumed)}")
+    lines = [f"{key} = {toml_value(getattr(cluster, key))}" for key in ("name", "source", "assumed")]
     for section in _SECTIONS:
+        part = getattr(cluster, section)
+        if part == Measured():
+            continue
         lines += ["", f"[{section}]"]
-        for key, value in dataclasses.asdict(getattr(cluster, section)).items():
-            if value is not None:
+        for key, value in dataclasses.asdict(part).items():
+            if section == "measured" and isinstance(value, tuple):  # a line for each measurement
+                lines += [f"{key} = [", *(f"    {toml_value(row)}," for row in value), "]"]
+            elif value is not None:
                 lines.append(f"{key} = {toml_value(value)}")
-    return "\n".join(lines + _measured_lines(cluster.measured)) + "\n"
-
-
-def _measured_lines(measured: Measured) -> list[str]:
-    if measured == Measured():
-        return []
-    values = dataclasses.asdict(measured)
-    rows = {key: values.pop(key) for key in row_keys()}
-    lines = ["", "[measured]"]
-    lines += [f"{key} = {toml_value(value)}" for key, value in values.items() if value is not None]
-    for key, tables in rows.items():
-        for table in tables:
-            lines += ["", f"[[measured.{key}]]"]
-            lines += [f"{name} = {toml_value(value)}" for name, value in table.items()]
-    return lines
-
-
-def _check_keys(where: str, given: dict[str, Any], known: list[str], advice: str = "") -> None:
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1, cutoff=0.0)[0]
-            raise ValueError(
-                f"{where} has {key!r}, which is not one of its {len(known)} keys; did you mean {near!r}?{advice}"
-            )
+    return "\n".join(lines) + "\n"
 
 
 def _check_values(cluster: Cluster) -> None:

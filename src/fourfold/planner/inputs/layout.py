@@ -49,33 +49,30 @@ class Layout:
         return self.activations == "token-sharded"
 
     @property
+    def is_recomputed(self) -> bool:
+        return self.activation_checkpointing == "full"
+
+    def _settings(self) -> list[tuple[str, str]]:
+        """The settings in addition to the grid that are not defaults, each in short and in words."""
+        how = ("T", "token-sharded") if self.keep_inputs else ("t", "token-sharded, regathered")
+        settings = [
+            (self.micro_batches > 1, (f"m{self.micro_batches}", f"{self.micro_batches} micro-batches")),
+            (self.by_tokens, how),
+            (self.is_recomputed, ("R", "recomputed")),
+            (self.keep_bytes > 0, ("K", f"{self.keep_bytes / 2**30:.1f} GiB kept")),
+        ]
+        return [words for is_set, words in settings if is_set]
+
+    @property
     def short(self) -> str:
         """For narrow tables: the grid, micro-batches, T for token-sharded, t if inputs come twice, R for recomputed, K for
         kept weights."""
-        words = [",".join(map(str, self.grid))]
-        if self.micro_batches > 1:
-            words.append(f"m{self.micro_batches}")
-        if self.by_tokens:
-            words.append("T" if self.keep_inputs else "t")
-        if self.activation_checkpointing != "none":
-            words.append("R")
-        if self.keep_bytes:
-            words.append("K")
-        return " ".join(words)
+        return " ".join([",".join(map(str, self.grid)), *(short for short, _ in self._settings())])
 
     @property
     def extras(self) -> str:
         """The settings in addition to the grid, in words; empty if all are defaults."""
-        words = []
-        if self.micro_batches > 1:
-            words.append(f"{self.micro_batches} micro-batches")
-        if self.by_tokens:
-            words.append("token-sharded" if self.keep_inputs else "token-sharded, regathered")
-        if self.activation_checkpointing != "none":
-            words.append("recomputed")
-        if self.keep_bytes:
-            words.append(f"{self.keep_bytes / 2**30:.1f} GiB kept")
-        return ", ".join(words)
+        return ", ".join(words for _, words in self._settings())
 
     def __str__(self) -> str:
         grid = f"(data={self.data}, z={self.z}, y={self.y}, x={self.x})"
@@ -90,28 +87,23 @@ class Schedule:
     weight_bytes: int = 2  # an element of a gathered weight, and of an activation
     gradient_bytes: int = 4  # an element of a gradient on the wire
     data_bytes: int | None = None  # the same over data, where it is another
-    sends_every_micro_batch: bool = (
-        False  # gradients are reduced with each micro-batch, not with the last alone
-    )
+    # Gradients are reduced with each micro-batch, not with the last alone.
+    sends_every_micro_batch: bool = False
     gathers_ahead: bool = True
     hides_scatters: bool = True
     hides_data: bool = True  # the all-reduce over data overlaps backward
     hides_backward: bool = True  # the all-reduce of an input's gradient overlaps the weight gradients
-    forward_chunks: int = (
-        4  # at most; the all-reduce of one part of the tokens overlaps the matmul of the next
-    )
+    # At most; the all-reduce of one part of the tokens overlaps the matmul of the next.
+    forward_chunks: int = 4
     chunk_bytes: int = 16 * 2**20  # at least
-    interleaves: bool = (
-        False  # batch-split overlap: one half-batch computes while the other's all-reduce is in flight
-    )
+    # Batch-split overlap: one half-batch computes while the other's all-reduce is in flight.
+    interleaves: bool = False
     attention: Literal["flash", "plain"] = "flash"
-    cuts_tokens_over_x: bool = (
-        False  # sequence parallelism: norms and residuals are not repeated on every x rank
-    )
+    # Sequence parallelism: norms and residuals are not repeated on every x rank.
+    cuts_tokens_over_x: bool = False
     optimizer_over_data: bool = False  # ZeRO-1: the optimizer's states are sharded over data as well
-    elementwise: Literal["fused", "eager"] = (
-        "fused"  # one kernel for what is between matmuls, or one for each operator
-    )
+    # One kernel for what is between matmuls, or one for each operator.
+    elementwise: Literal["fused", "eager"] = "fused"
 
 
 FOURFOLD = Schedule(elementwise="eager")

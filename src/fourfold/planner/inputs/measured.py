@@ -7,9 +7,10 @@ formula. Spreads are interquartile ranges over repetitions.
 from __future__ import annotations
 
 import bisect
+import difflib
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -94,16 +95,12 @@ class Measured:
     attention_backward_tflops: float | None = None
 
     def collective(self, kind: str, ranks: int, inner_ranks: int) -> CollectiveTimes | None:
-        for times in self.collectives:
-            if (times.kind, times.ranks, times.inner_ranks) == (kind, ranks, inner_ranks):
-                return times
-        return None
+        where = (kind, ranks, inner_ranks)
+        return next((t for t in self.collectives if (t.kind, t.ranks, t.inner_ranks) == where), None)
 
     def slowdown(self, ranks: int, inner_ranks: int) -> Together | None:
-        for together in self.together:
-            if (together.ranks, together.inner_ranks) == (ranks, inner_ranks):
-                return together
-        return None
+        where = (ranks, inner_ranks)
+        return next((t for t in self.together if (t.ranks, t.inner_ranks) == where), None)
 
     def matmul_flops_per_s(self, m: float, n: float, k: float) -> float | None:
         """The rate of the nearest measured shapes, weighted by nearness.
@@ -127,30 +124,31 @@ class Measured:
 
 
 _NEAREST = 4
-_ROWS: dict[str, type] = {
-    "collectives": CollectiveTimes,
-    "together": Together,
-    "matmuls": MatmulTime,
-}
+_ROWS: dict[str, type] = {"collectives": CollectiveTimes, "together": Together, "matmuls": MatmulTime}
 
 
 def from_tables(values: dict[str, Any]) -> Measured:
     """From what a TOML file says under `[measured]`."""
+    advice = " If an older version wrote it, run fourfold calibrate again"
+    check_keys("[measured]", values, [f.name for f in fields(Measured)], advice)
     given = dict(values)
     for key, kind in _ROWS.items():
-        known = [f.name for f in fields(kind)]
         rows = given.get(key, ())
         for row in rows:
-            unknown = set(row) - set(known)
-            if unknown:
-                raise ValueError(
-                    f"[[measured.{key}]] has {sorted(unknown)}, which are not among its {len(known)} keys: {', '.join(known)}"
-                )
-        given[key] = tuple(
-            kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows
-        )
+            check_keys(f"[[measured.{key}]]", row, [f.name for f in fields(kind)])
+        given[key] = tuple(kind(**{k: as_tuples(v) for k, v in row.items()}) for row in rows)
     return Measured(**given)
 
 
-def row_keys() -> tuple[str, ...]:
-    return tuple(_ROWS)
+def as_tuples(value: Any) -> Any:
+    """A value of a TOML file with tuples for its lists."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+
+
+def check_keys(where: str, given: Iterable[str], known: list[str], advice: str = "") -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, cutoff=0.0)[0]
+            raise ValueError(
+                f"{where} has {key!r}, which is not one of its {len(known)} keys; did you mean {near!r}?{advice}"
+            )

@@ -99,10 +99,6 @@ class Workload:
         return count
 
     @property
-    def block_parameters(self) -> int:
-        return sum(self.block_matrices) + self.block_vectors
-
-    @property
     def table(self) -> int:
         """Elements of the embedding, and of the head."""
         return self.vocabulary * self.hidden
@@ -110,7 +106,8 @@ class Workload:
     @property
     def parameters(self) -> int:
         outside = self.table * (1 if self.tied else 2) + self.positions * self.hidden
-        return self.layers * self.block_parameters + outside + self.hidden * (2 if self.bias else 1)
+        block = sum(self.block_matrices) + self.block_vectors
+        return self.layers * block + outside + self.hidden * (2 if self.bias else 1)
 
     def divides_heads(self, parts: int) -> bool:
         """Can attention be sharded into this many parts with whole heads each? (`parallel/sequence_roles.py`)"""
