@@ -99,7 +99,7 @@ SMALL = Sizes((2**10, 2**16, 2**20), 2**16, (32, 128), 2**16)
 
 def calibrate_rank(sizes):
     dist.destroy_process_group()  # calibration joins a world of its own
-    result = calibrate("pool", budget_s=60, sizes=sizes, say=lambda what: None)
+    result = calibrate("pool", budget_s=60, sizes=sizes)
     return None if result is None else as_file(result)
 
 
@@ -132,7 +132,7 @@ def test_a_link_of_half_the_rate_is_found_to_be_one(tmp_path: Path):
             from fourfold.planner.calibrate.calibrate import Sizes, calibrate
             from fourfold.planner.show.calibration import as_file
             sizes = Sizes((2**10, 2**18, 2**20), 2**16, (32,), 2**16)
-            result = calibrate("net", budget_s=60, sizes=sizes, say=lambda what: None)
+            result = calibrate("net", budget_s=60, sizes=sizes)
             if result is not None:
                 Path(sys.argv[1]).write_text(as_file(result))
             os._exit(0)

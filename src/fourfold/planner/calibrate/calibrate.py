@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
+from statistics import median_low
 
 import torch
 import torch.distributed as dist
@@ -18,11 +20,9 @@ import torch.distributed as dist
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.rendezvous import join_world, local_device
 from fourfold.planner.calibrate.fit import Deviation, Parameter, collective_deviations, fit_links
-from fourfold.planner.calibrate.probe import KINDS, Budget, Probe, Timing, positions
+from fourfold.planner.calibrate.probe import KINDS, Probe, Timing, is_past, positions
 from fourfold.planner.inputs.cluster import LIBRARIES, Cluster, Device, Slowdown
 from fourfold.planner.inputs.measured import CollectiveTimes, MatmulTime, Measured, Together, spread
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,7 @@ class Calibration:
     seconds: float
 
 
-def calibrate(
-    name: str, *, budget_s: float = 300.0, sizes: Sizes | None = None, say: Say | None = None
-) -> Calibration | None:
+def calibrate(name: str, *, budget_s: float = 300.0, sizes: Sizes | None = None) -> Calibration | None:
     """Measure on all ranks (call it on each, under torchrun); rank 0 gets the result, the others None."""
     begin_s = time.monotonic()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -66,82 +64,69 @@ def calibrate(
 
     def tell(what: str) -> None:
         if rank == 0:
-            (say or _say)(f"[{time.monotonic() - begin_s:4.0f} s] {what}")
+            print(f"[{time.monotonic() - begin_s:4.0f} s] {what}", file=sys.stderr, flush=True)
 
     join_world()
     try:
-        budget = Budget.of(budget_s - (time.monotonic() - begin_s))
-        measured, timings, parameters = _measure(Probe(device), sizes, budget, world, tell)
+        measured, elementwise, launch = _measure(Probe(device), sizes, begin_s + budget_s, world, tell)
     finally:
         dist.barrier()
         dist.destroy_process_group()
     if rank != 0:
         return None
-    cluster, fitted = _fit(name, device, measured, timings)
+    cluster, parameters = _fit(name, device, measured, elementwise, launch)
     seconds = time.monotonic() - begin_s
-    return Calibration(cluster, fitted + parameters, collective_deviations(cluster), seconds)
-
-
-@dataclass(frozen=True)
-class _Timings:
-    """Timings that are not part of `Measured`."""
-
-    elementwise: Timing
-    moved_bytes: float
-    launch: Timing
+    return Calibration(cluster, parameters, collective_deviations(cluster), seconds)
 
 
 def _measure(
-    probe: Probe, sizes: Sizes, budget: Budget, world: int, tell: Say
-) -> tuple[Measured, _Timings, list[Parameter]]:
+    probe: Probe, sizes: Sizes, deadline_s: float, world: int, tell: Callable[[str], None]
+) -> tuple[Measured, Timing, Timing]:
+    """(what a plan uses; an element-wise operator, for each terabyte that it moves; one on a single element)."""
     tell("operators")
     elementwise = probe.repeated(probe.elementwise(sizes.elementwise_numel))
+    moved_tb = 3.0 * sizes.elementwise_numel * probe.dtype.itemsize / 1e12
     launch = probe.repeated(probe.elementwise(1))
     matmuls = []
     sides = sizes.matmul_sides
-    for m, n, k in ((m, n, k) for m in sides for n in sides for k in sides):
+    for m, n, k in product(sides, repeat=3):
         timing = probe.repeated(probe.matmul(m, n, k))
         matmuls.append(MatmulTime(m, n, k, timing.median_s / 3, timing.spread_s / 3))
     # A head of 64 and a length that a step has; the rate hardly depends on them.
-    forward, both = probe.attention(2, 8, 2 * max(64, sides[-1] // 8), 64)
+    sequences, heads, length, head_dim = 2, 8, 2 * max(64, sides[-1] // 8), 64
+    forward, both = probe.attention(sequences, heads, length, head_dim)
     forward_s, both_s = probe.repeated(forward).median_s, probe.repeated(both).median_s
-    flops = 4.0 * 2 * 8 * (2 * max(64, sides[-1] // 8)) ** 2 * 64
+    flops = 4.0 * sequences * heads * length**2 * head_dim
 
     together: list[Together] = []
     series: dict[tuple[str, int, int], list[tuple[int, Timing]]] = {}
     places = positions(world)
     for size in sizes.payload_bytes:
         for i, (ranks, inner) in enumerate(places):
-            if (
-                len(series) >= len(KINDS) * len(places)
-                and size > sizes.payload_bytes[1]
-                and budget.is_spent()
-            ):
+            has_two_sizes = len(series) >= len(KINDS) * len(places) and size > sizes.payload_bytes[1]
+            if has_two_sizes and is_past(deadline_s):
                 tell(f"time is up: nothing above {size // 1024} KiB over {ranks} ranks, {inner} apart")
                 break
             tell(
                 f"collectives of {size / 1024:,.0f} KiB, position {i + 1} of {len(places)}: {ranks} ranks, {inner} apart"
             )
             for kind in KINDS:
-                start = probe.collective(kind, size, ranks, inner)
-                timing = probe.repeated(_waited_for(start))
+                timing = probe.repeated(_waited_for(probe.collective(kind, size, ranks, inner)))
                 series.setdefault((kind, ranks, inner), []).append((size, timing))
     for ranks, inner in places:
-        if together and budget.is_spent():
+        if together and is_past(deadline_s):
             break
         tell(f"both at once: {ranks} ranks, {inner} apart")
         together.append(Together(ranks, inner, *probe.together(sizes.together_bytes, ranks, inner)))
     collectives = tuple(
         CollectiveTimes(
-            kind,
-            ranks,
-            inner,
+            *place,
             tuple(float(size) for size, _ in points),
             # Fewer bytes never take longer; where they do, something else disturbed the measurement.
             tuple(min(timing.median_s for _, timing in points[i:]) for i in range(len(points))),
             tuple(timing.spread_s for _, timing in points),
         )
-        for (kind, ranks, inner), points in series.items()
+        for place, points in series.items()
     )
     measured = Measured(
         collectives=collectives,
@@ -150,57 +135,49 @@ def _measure(
         attention_forward_tflops=flops / forward_s / 1e12,
         attention_backward_tflops=2.5 * flops / max(both_s - forward_s, 0.1 * both_s) / 1e12,
     )
-    parameters = [
-        Parameter(
-            f"slowdown.{way}",
-            float(torch.tensor([getattr(t, way) for t in together]).median()),
-            spread([getattr(t, way) for t in together]),
-            "times as long while the other runs",
-        )
-        for way in ("compute", "communication")
-    ]
-    timings = _Timings(elementwise, 3.0 * sizes.elementwise_numel * probe.dtype.itemsize, launch)
-    return measured, timings, parameters
+    return measured, Timing(*(seconds / moved_tb for seconds in elementwise)), launch
 
 
 def _fit(
-    name: str, device: torch.device, measured: Measured, timings: _Timings
+    name: str, device: torch.device, measured: Measured, elementwise: Timing, launch: Timing
 ) -> tuple[Cluster, list[Parameter]]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    links, library, parameters = fit_links(
+    links, library, of_links = fit_links(
         measured.collectives, local, LIBRARIES["nccl" if device.type == "cuda" else "gloo"]
     )
     best = max(measured.matmuls, key=lambda t: t.flops_per_s)
-    moved_tbps = timings.moved_bytes / timings.elementwise.median_s / 1e12
+    best_tflops, memory_tbps = best.flops_per_s / 1e12, 1 / elementwise.median_s
+    launch_us = launch.median_s * 1e6
     title, memory_gib, multiprocessors = _describe(device, local)
     fitted = Device(
         title,
-        best_tflops=best.flops_per_s / 1e12,
+        best_tflops=best_tflops,
         memory_gib=memory_gib,
-        memory_tbps=moved_tbps,
+        memory_tbps=memory_tbps,
         multiprocessors=multiprocessors,
-        launch_us=timings.launch.median_s * 1e6,
+        launch_us=launch_us,
         memory_share=1.0,
     )
-    relative = timings.elementwise.spread_s / timings.elementwise.median_s
-    parameters = [
-        Parameter(
-            "best_tflops", fitted.best_tflops, fitted.best_tflops * best.spread_s / best.seconds, "TFLOP/s"
-        ),
-        Parameter("memory_tbps", moved_tbps, moved_tbps * relative, "TB/s, element-wise"),
-        Parameter(
-            "launch_us", fitted.launch_us, timings.launch.spread_s * 1e6, "us, an operator on one element"
-        ),
-        *parameters,
-    ]
     ways = [(t.compute, t.communication) for t in measured.together]
-    middle = sorted(ways)[len(ways) // 2] if ways else (1.0, 1.0)
+    relative = elementwise.spread_s / elementwise.median_s
+    parameters = [
+        Parameter("best_tflops", best_tflops, best_tflops * best.spread_s / best.seconds, "TFLOP/s"),
+        Parameter("memory_tbps", memory_tbps, memory_tbps * relative, "TB/s, element-wise"),
+        Parameter("launch_us", launch_us, launch.spread_s * 1e6, "us, an operator on one element"),
+        *of_links,
+        *(
+            Parameter(
+                f"slowdown.{way}", median_low(factors), spread(factors), "times as long while the other runs"
+            )
+            for way, factors in zip(("compute", "communication"), zip(*ways, strict=True), strict=True)
+        ),
+    ]
     cluster = Cluster(
         name,
         fitted,
         links,
         library,
-        Slowdown(*middle),
+        Slowdown(*sorted(ways)[len(ways) // 2]),
         measured,
         source=f"fourfold calibrate on {os.environ['WORLD_SIZE']} ranks, {local} a node, {device.type}",
     )
@@ -218,7 +195,3 @@ def _describe(device: torch.device, local: int) -> tuple[str, float, int]:
 
 def _waited_for(start: Callable[[], Pending]) -> Callable[[], None]:
     return lambda: start().wait()
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +24,7 @@ class Parameter(NamedTuple):
     unit: str
 
 
-@dataclass(frozen=True)
-class Deviation:
+class Deviation(NamedTuple):
     """How far the fitted formulas are from a measurement."""
 
     what: str
@@ -78,31 +77,24 @@ def fit_links(
     base, hop, net_hop = least_squares(rows, latencies_s)
     device_gbps, node_gbps = statistics.median(inside), statistics.median(between)
     links = Links(devices_per_node, device_gbps, node_gbps)
-    # These are measured rates, so the shares of a data sheet's rates are 1.
+    parameters = [
+        Parameter("device_gbps", device_gbps, spread(inside), "GB/s inside a node"),
+        Parameter("node_gbps", node_gbps, spread(between), "GB/s out of a node"),
+        Parameter("base_us", base * 1e6, spread([s * 1e6 for s in latencies_s]), "us, any collective"),
+        Parameter("hop_us", hop * 1e6, 0.0, "us, each hop inside a node"),
+        Parameter("net_hop_us", net_hop * 1e6, 0.0, "us, each hop between nodes"),
+    ]
+    latencies_us = {p.name: p.value for p in parameters if p.name.endswith("_us")}
+    # One protocol for all sizes. These are measured rates, so the shares of a data sheet's rates are 1.
     fitted = replace(
         library,
-        base_us=base * 1e6,
-        hop_us=hop * 1e6,
-        net_hop_us=net_hop * 1e6,
-        small_base_us=base * 1e6,
-        small_hop_us=hop * 1e6,
-        small_net_hop_us=net_hop * 1e6,
+        **latencies_us,
+        **{f"small_{name}": us for name, us in latencies_us.items()},
         device_share=1.0,
         node_share=1.0,
         reduce_scatter_factor=statistics.median(factors),
     )
-    smallest_us = [s * 1e6 for s in latencies_s]
-    return (
-        links,
-        fitted,
-        [
-            Parameter("device_gbps", device_gbps, spread(inside), "GB/s inside a node"),
-            Parameter("node_gbps", node_gbps, spread(between), "GB/s out of a node"),
-            Parameter("base_us", base * 1e6, spread(smallest_us), "us, any collective"),
-            Parameter("hop_us", hop * 1e6, 0.0, "us, each hop inside a node"),
-            Parameter("net_hop_us", net_hop * 1e6, 0.0, "us, each hop between nodes"),
-        ],
-    )
+    return links, fitted, parameters
 
 
 def collective_deviations(cluster: Cluster) -> list[Deviation]:

@@ -10,8 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,36 +27,20 @@ KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _LEAST, _MOST = 3, 15  # repetitions
 # Short calls are repeated within a repetition until it takes at least this long.
 _CALLS_S = 0.1
+_REPETITIONS_S = 0.6  # for all repetitions of one measurement
+_TOGETHER_S = 0.3
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds over repetitions."""
+class Timing(NamedTuple):
+    """Seconds over repetitions: the median, and the range between the quartiles."""
 
-    seconds: tuple[float, ...]
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def spread_s(self) -> float:
-        """The range between the quartiles."""
-        return spread(self.seconds)
+    median_s: float
+    spread_s: float
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The deadline for new measurements: that of the first rank to reach it."""
-
-    until_s: float
-
-    @staticmethod
-    def of(seconds: float) -> Budget:
-        return Budget(time.monotonic() + seconds)
-
-    def is_spent(self) -> bool:
-        return bool(_agreed(time.monotonic() > self.until_s, dist.ReduceOp.MAX))
+def is_past(deadline_s: float) -> bool:
+    """Has the time of `time.monotonic` come on any rank? After it no new measurement starts."""
+    return bool(_slowest(time.monotonic() > deadline_s))
 
 
 def positions(world: int) -> list[tuple[int, int]]:
@@ -74,11 +57,10 @@ def positions(world: int) -> list[tuple[int, int]]:
 class Probe:
     """The measurements of a world that was joined already."""
 
-    def __init__(self, device: torch.device, *, repetition_s: float = 0.6) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._clock = clock_of(device.type)
-        self._repetition_s = repetition_s  # for all repetitions of one measurement
         self._groups: dict[tuple[int, int], Collectives] = {}
 
     # -- time -------------------------------------------------------------------------------------------------------
@@ -88,20 +70,21 @@ class Probe:
         dist.barrier()
         start = self._clock.mark()
         work()
-        return _agreed(self._clock.elapsed_s(start, self._clock.mark()), dist.ReduceOp.MAX)
+        return _slowest(self._clock.elapsed_s(start, self._clock.mark()))
 
     def repeated(self, work: Callable[[], Any]) -> Timing:
         """One call of ``work``, timed as often as time allows; the first call warms up."""
         self.timed(work)
         once_s = max(self.timed(work), 1e-6)
         calls = max(1, min(2000, round(_CALLS_S / once_s)))
-        times = max(_LEAST, min(_MOST, int(self._repetition_s / (calls * once_s))))
+        times = max(_LEAST, min(_MOST, int(_REPETITIONS_S / (calls * once_s))))
 
         def several() -> None:
             for _ in range(calls):
                 work()
 
-        return Timing(tuple(self.timed(several) / calls for _ in range(times)))
+        seconds = [self.timed(several) / calls for _ in range(times)]
+        return Timing(statistics.median(seconds), spread(seconds))
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -111,7 +94,7 @@ class Probe:
         """A function that starts a collective on its own tensors, over this rank's group at a position of an axis."""
         group = self._group(ranks, inner_ranks)
         numel = max(1, payload_bytes // (ranks * self.dtype.itemsize)) * ranks
-        whole, part = self._zeros(numel), self._zeros(numel // ranks)
+        whole, part = (torch.zeros(n, dtype=self.dtype, device=self.device) for n in (numel, numel // ranks))
         if kind == "all_reduce":
             return lambda: group.all_reduce(whole, "z", "check")
         if kind == "all_gather":
@@ -199,21 +182,15 @@ class Probe:
                 pending.wait()
             landed = landed or self._clock.mark()
             computed_s, landed_s = (self._clock.elapsed_s(begin, end) for end in (computed, landed))
-            return _agreed(computed_s, dist.ReduceOp.MAX), _agreed(landed_s, dist.ReduceOp.MAX)
+            return _slowest(computed_s), _slowest(landed_s)
 
         communicate_s = statistics.median(self.timed(communicate) for _ in range(_LEAST))
         compute_s = statistics.median(self.timed(compute) for _ in range(_LEAST))
         found = [slow_downs(compute_s, communicate_s, *both()) for _ in range(_LEAST)]
         return statistics.median(c for c, _ in found), statistics.median(c for _, c in found)
 
-    def _zeros(self, numel: int) -> Tensor:
-        return torch.zeros(numel, dtype=self.dtype, device=self.device)
-
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
-
-
-_TOGETHER_S = 0.3
 
 
 def slow_downs(
@@ -234,9 +211,9 @@ def slow_downs(
     return max(1.0, together_s / done_compute_s), max(1.0, together_s / done_communicate_s)
 
 
-def _agreed(value: float, op: Any) -> float:
-    """One value for all ranks."""
+def _slowest(value: float) -> float:
+    """The largest value of all ranks."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return float(tensor)
