@@ -88,7 +88,7 @@ class Memory:
         return float(sum(size for name, size in vars(self).items() if name != "moment"))
 
 
-def norm_bytes(workload: Workload, cut: bool, work_bytes: int = WORK_BYTES) -> int:
+def norm_bytes(workload: Workload, cut: bool, work_bytes: int) -> int:
     """What autograd keeps of a norm for each feature of a token, with the output, which is the next linears' input."""
     if not workload.bias:  # RMSNorm: the input in fp32, the normal before the gain, the output
         return WIDE_BYTES + 2 * work_bytes
@@ -97,28 +97,21 @@ def norm_bytes(workload: Workload, cut: bool, work_bytes: int = WORK_BYTES) -> i
     return 2 * WIDE_BYTES + work_bytes  # centred and normal in fp32 (parallel/norm.py)
 
 
-def saved_bytes_per_token(
-    workload: Workload,
-    y: int,
-    x: int,
-    *,
-    by_tokens: bool = False,
-    keep_inputs: bool = True,
-    work_bytes: int = WORK_BYTES,
-) -> float:
-    """What autograd keeps of one block for one token; ``by_tokens``, for one of the tokens that x and y ranks share.
+def saved_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float:
+    """What autograd keeps of one block for one token; by tokens, for one of the tokens that x and y ranks share.
 
     Token-sharded, everything is sharded over both axes except the gathered inputs of linears where they are kept, the
     norms' statistics, and heads that do not divide.
     """
-    w = workload
+    y, x, by_tokens = layout.y, layout.x, layout.by_tokens
     ranks = y * x
+    keep_inputs = layout.keep_inputs or not by_tokens
     by_heads = by_tokens and w.divides_heads(ranks)
     q_parts = ranks if by_heads else x
     inner_parts, hidden_parts = (ranks, ranks) if by_tokens else (x, y)
-    kv = w.kv_features / min(q_parts, w.kv_heads)
+    q, kv = w.q_features / q_parts, w.kv_features / min(q_parts, w.kv_heads)
     # q and k after rotation, v, the attention's output.
-    features = 2 * w.q_features / q_parts + kv + _saved_v(w, y, x, by_tokens=by_tokens)
+    features = 2 * w.q_features / q_parts + kv + _saved_v(w, layout, q, kv)
     # The MLP's tensors, of which the input of down is gathered; the inputs of o (in addition to the attention's output, which
     # is a part of it), of q, k, v and of gate and up.
     features += (w.activation_copies - 1) * w.ffn / inner_parts + w.ffn / (x if keep_inputs else inner_parts)
@@ -130,22 +123,19 @@ def saved_bytes_per_token(
     return work_bytes * features + norms + HEAD_BYTES * w.heads / q_parts
 
 
-def _saved_v(w: Workload, y: int, x: int, *, by_tokens: bool) -> float:
+def _saved_v(w: Workload, layout: Layout, q: float, kv: float) -> float:
     """Features that v keeps alive: its own, or the whole buffer of outputs that were reduced together.
 
     A bias makes a new v. Token-sharded, v is also new where it was copied out of the buffer, and with y = 1 each output has its
     own memory; one matrix for q, k and v has one buffer for all three, which v is a part of, and q and k if nothing is rotated.
     """
-    ranks = y * x
-    by_heads = by_tokens and w.divides_heads(ranks)
-    parts = ranks if by_heads else x
-    q, kv = w.q_features / parts, w.kv_features / min(parts, w.kv_heads)
+    y, x, ranks = layout.y, layout.x, layout.y * layout.x
     has_bias = w.bias or w.qkv_bias
-    if by_tokens and w.fused_qkv:
+    if layout.by_tokens and w.fused_qkv:
         return q + 2 * kv if w.rotates else kv
-    if by_heads and y > 1:
+    if layout.by_tokens and w.divides_heads(ranks) and y > 1:
         return kv if w.kv_heads % ranks == 0 else w.kv_features / min(x, w.kv_heads) * (1 if has_bias else 2)
-    shares_buffer = y > 1 if by_tokens else ranks > 1
+    shares_buffer = y > 1 if layout.by_tokens else ranks > 1
     return q + 2 * kv if shares_buffer and not has_bias else kv
 
 
@@ -170,12 +160,24 @@ def _moments(
     stored = whole / layout.z
     cut = layout.y * layout.x > 1
     accumulates = layout.micro_batches > 1
-    is_recomputed = layout.activation_checkpointing == "full"
+    is_recomputed = layout.is_recomputed
     is_streamed = layout.weights == "streamed"
     sends = layout.z * layout.data > 1
     by_muon = w.layers * shard.matrices / layout.z if optimizer == "muon" else 0.0
     parameters = MASTER_BYTES * stored
     moments = ADAMW_STATE_BYTES * (stored - by_muon) + MUON_STATE_BYTES * by_muon
+
+    def at(
+        moment: str,
+        gradients: float,
+        activations: float = 0.0,
+        gathered: float = 0.0,
+        buffers: float = 0.0,
+        logits: float = 0.0,
+        state: float = moments,
+    ) -> Memory:
+        return Memory(parameters, gradients, state, activations, gathered, buffers, logits, moment)
+
     # What the linears read, gathered, and what is between them: the same, unless its tokens are cut as well.
     hidden_read, ffn_read = tokens * w.hidden / layout.y, tokens * w.ffn / layout.x
     hidden, ffn = hidden_read, ffn_read
@@ -183,14 +185,7 @@ def _moments(
     # Activations.
     if layout.by_tokens:
         hidden, ffn = hidden / layout.x, ffn / layout.y
-    block_saved = tokens * saved_bytes_per_token(
-        w,
-        layout.y,
-        layout.x,
-        by_tokens=layout.by_tokens,
-        keep_inputs=layout.keep_inputs or not layout.by_tokens,
-        work_bytes=work_bytes,
-    )
+    block_saved = tokens * saved_bytes_per_token(w, layout, work_bytes)
     block_input = work_bytes * hidden
     each, live = (block_input, block_saved) if is_recomputed else (block_saved, 0.0)
     norm = norm_bytes(w, cut, work_bytes)
@@ -242,14 +237,13 @@ def _moments(
     logits *= -(-w.vocabulary // layout.x) / (layout.y if layout.by_tokens else 1)
     added_up = GRADIENT_BYTES * whole if accumulates else 0.0
     saved = w.layers * each + last_norm
-    yield Memory(parameters, added_up, moments, saved, at_loss, buffers, logits, "the loss")
+    yield at("the loss", added_up, saved, at_loss, buffers, logits)
     if layout.by_tokens and layout.y > 1:
         # The gradient of a y rank's logits, and that of all, gathered; the gradients of the head and of its input.
         gathered_logits = work_bytes * tokens * -(-w.vocabulary // layout.x) * (1 + 1 / layout.y)
         live_head = work_bytes * (hidden + hidden_read * (1 if layout.keep_inputs else 2))
         head_gradient = added_up + work_bytes * shard.table
-        yield Memory(parameters, head_gradient, moments, saved + live_head, at_loss, buffers, gathered_logits,
-                     "the head's gradient")  # fmt: skip
+        yield at("the head's gradient", head_gradient, saved + live_head, at_loss, buffers, gathered_logits)
 
     # Backward, ``done`` blocks before the end: everything is linear in it between the first two and the last two.
     # The number of blocks whose gradients are being sent, in fp32: FSDP2 waits for a block before it sends the next, streamed weights for the
@@ -267,17 +261,11 @@ def _moments(
             if waiting == 2:
                 gradients += GRADIENT_BYTES * shard.inner * (1 + 1 / layout.z)
         gradients += work_bytes * (shard.inner if mlp > after_mlp else (3 if w.gated else 2) * shard.inner)
-        is_last = done == w.layers - 1
-        yield Memory(
-            parameters,
-            gradients,
-            moments,
-            (w.layers - done) * each + live + in_work,
-            in_last if is_last else in_block,
-            0.0 if is_last else buffers,
-            0.0,
-            "backward's last block" if is_last else "backward",
-        )
+        activations = (w.layers - done) * each + live + in_work
+        if done < w.layers - 1:
+            yield at("backward", gradients, activations, in_block, buffers)
+        else:
+            yield at("backward's last block", gradients, activations, in_last)
 
     # The embedding's gradient in the compute precision, with the last block's being sent; then its own are.
     gradients = GRADIENT_BYTES * w.layers * shard.block / layout.z + head_stored
@@ -285,15 +273,13 @@ def _moments(
     if accumulates:
         gradients += GRADIENT_BYTES * ends
     being_sent = GRADIENT_BYTES * shard.block * waiting if sends else 0.0
-    yield Memory(parameters, gradients + root_gradient + work_bytes * shard.table + being_sent, moments, block_input, root,
-                 0.0, 0.0, "the embedding's gradient")  # fmt: skip
+    first_gradients = gradients + root_gradient + work_bytes * shard.table + being_sent
+    yield at("the embedding's gradient", first_gradients, block_input, root)
     if sends:
         # Without z to cut them, FSDP2 divides the sum over data in a copy.
         wide = GRADIENT_BYTES * ends * (1 if layout.z > 1 or is_streamed else 2)
-        yield Memory(parameters, gradients + wide + work_bytes * ends, moments, 0.0, 0.0, 0.0, 0.0,
-                     "the embedding's gradient")  # fmt: skip
+        yield at("the embedding's gradient", gradients + wide + work_bytes * ends)
     in_step = STEP_BYTES * (stored - by_muon)
     if optimizer == "muon":
         in_step = max(in_step, *(muon_step_bytes(m) for m in muon_matrices(w, layout)))
-    yield Memory(parameters, GRADIENT_BYTES * stored, moments + in_step, 0.0, 0.0, 0.0, 0.0,
-                 "the optimizer's step")  # fmt: skip
+    yield at("the optimizer's step", GRADIENT_BYTES * stored, state=moments + in_step)
