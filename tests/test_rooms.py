@@ -39,6 +39,7 @@ ROOMS = [
     "errors",
     "untrusted_input",
     "processes",
+    "text_tables",
     "files",
 ]
 # The public names and `python -m fourfold`: they import from anywhere, and nothing in src imports them.
