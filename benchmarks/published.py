@@ -219,17 +219,9 @@ class AxonnRun(NamedTuple):
         return self.flops / (self.measured_pflops * 1e15)
 
     def best(self, figures: Figures) -> Estimate:
-        return search(
-            self.workload,
-            preset(_AXONN_MACHINES[self.machine][0]),
-            self.ranks,
-            _AXONN_SEQUENCES,
-            _AXONN_LENGTH,
-            schedule=_AXONN,
-            kernels=figures.kernels(),
-            checkpointing=("full",),
-            weights="streamed",
-        ).best
+        cluster = preset(_AXONN_MACHINES[self.machine][0])
+        prices = Prices(self.workload, cluster, _AXONN_LENGTH, _AXONN, figures.kernels())
+        return search(prices, self.ranks, _AXONN_SEQUENCES, checkpointing=("full",), weights="streamed").best
 
 
 class AxonnJudged(NamedTuple):

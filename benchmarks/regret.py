@@ -41,8 +41,7 @@ from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.planner.inputs import cluster as clusters
-from fourfold.planner.predict import predict
-from fourfold.planner.simulate import Simulated
+from fourfold.planner.simulate import Simulated, predict
 from fourfold.profiling.step_report import StepReport, measure_step
 
 HOSTS, RANKS_PER_HOST = 4, 2

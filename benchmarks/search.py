@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 
 from benchmarks.published_rows import gpt
-from fourfold.planner.cost.step import Estimate
+from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.inputs.cluster import Cluster, preset
 from fourfold.planner.inputs.layout import Activations
 from fourfold.planner.inputs.workload import Workload
@@ -60,8 +60,8 @@ class Case:
         return f"{self.workload.name}, {self.ranks:,} × {self.cluster.device.name}, {self.sequences:,} × {self.length:,}"
 
     def plan(self, activations: tuple[Activations, ...] = BOTH) -> Plan:
-        given = (self.workload, self.cluster, self.ranks, self.sequences, self.length)
-        return search(*given, activations=activations)
+        prices = Prices(self.workload, self.cluster, self.length)
+        return search(prices, self.ranks, self.sequences, activations=activations)
 
     def figure(self, best: Estimate) -> str:
         recomputed = best.layout.activation_checkpointing == "full"

@@ -7,13 +7,9 @@ import pytest
 from fourfold.dry_run.events import Operation
 from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.cost.compute import operation_s
-from fourfold.planner.cost.step import Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster, preset
-from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.measured import CollectiveTimes, MatmulTime, Measured
-from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.perturb import SECTIONS, changed, value_of
-from fourfold.planner.show.tables import rate_that_hides
 
 PRESET = preset("dgx-h100")
 SIZES, SECONDS = (1e3, 1e9), (1e-4, 1e-1)
@@ -70,13 +66,3 @@ def test_each_value_changes_what_depends_on_it_on_a_calibrated_cluster(name):
 
 def test_twice_the_rate_halves_what_bytes_take():
     assert times(changed(MEASURED, "node_gbps", 2.0))["between"] == pytest.approx(1e-4 + (1e-1 - 1e-4) / 2)
-
-
-def test_the_rate_that_hides_is_found_on_a_calibrated_cluster():
-    model = Workload("8b", 4096, 14336, 32, 32, 8, 128, 128256)
-    prices = Prices(model, MEASURED, 8192)
-    shown = estimate_with(prices, Layout(1, 2, 1, 8), 16)
-    assert sum(shown.exposed_s.values()) > 0.05 * shown.step_s
-    rates = rate_that_hides(prices, shown, 16, shown=0.05)
-    assert rates is not None
-    assert rates[0] > MEASURED.links.node_gbps

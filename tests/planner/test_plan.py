@@ -12,12 +12,13 @@ from transformers.modeling_outputs import CausalLMOutput
 import fourfold as ff
 from fourfold.dry_run.events import Operation, Start
 from fourfold.planner import plan as planning
+from fourfold.planner import workers
 from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.cost.compute import Kernels, memory_s, operation_s
 from fourfold.planner.dry_run_estimate import Job, simulate_step
 from fourfold.planner.inputs.cluster import preset
 from fourfold.planner.inputs.layout import Layout
-from fourfold.planner.predict import inner_ranks
+from fourfold.planner.simulate import inner_ranks
 from fourfold.planner.workers import estimate_all, estimate_by_dry_run
 
 CLUSTER = preset("dgx-h100")
@@ -71,13 +72,14 @@ def test_a_model_may_be_given_in_several_ways(kind, found):
 
 def test_a_layout_that_does_not_fit_by_the_dry_run_is_rejected_with_both_values(monkeypatch):
     tight = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, memory_gib=0.01))
-    real = planning.estimate_by_dry_run
+    real = planning.estimate_all
 
-    def larger(*given, **named):
-        done = real(*given, **named)
-        return dataclasses.replace(done, peak=dataclasses.replace(done.peak, bytes=2.0**30))
+    def larger(*given):
+        for done in real(*given):
+            more = {**done.trace.before, "logits": 2.0**30 - done.trace.peak.bytes}
+            yield dataclasses.replace(done, trace=dataclasses.replace(done.trace, before=more))
 
-    monkeypatch.setattr(planning, "estimate_by_dry_run", larger)
+    monkeypatch.setattr(planning, "estimate_all", larger)
     plan = ff.plan(CONFIG, tight, 2, sequences=4, length=32, simulate=2, quiet=True)
     over = [r for r in plan.rejected if "by the dry run" in r.reason]
     assert len(over) >= 2
@@ -137,14 +139,12 @@ def operation(work: str, flops: float = 0.0, moved: float = 0.0, shape=(1, 4096,
 
 def test_an_operator_costs_its_bytes_or_its_launch():
     device, kernels = CLUSTER.device, Kernels()
-    assert operation_s(operation("memory", moved=1e9), CLUSTER, kernels) == pytest.approx(
-        memory_s(1e9, device)
-    )
-    assert operation_s(operation("memory", moved=8), CLUSTER, kernels) == device.launch_us * 1e-6
-    assert operation_s(operation("attention", flops=1e15), CLUSTER, kernels) == pytest.approx(
+    assert operation_s(operation("memory", moved=1e9), CLUSTER) == pytest.approx(memory_s(1e9, device))
+    assert operation_s(operation("memory", moved=8), CLUSTER) == device.launch_us * 1e-6
+    assert operation_s(operation("attention", flops=1e15), CLUSTER) == pytest.approx(
         0.5e15 / (device.best_tflops * 1e12 * kernels.attention_share)
     )
-    assert operation_s(operation("matmul"), CLUSTER, kernels) >= 2 * 4096**3 / (device.best_tflops * 1e12)
+    assert operation_s(operation("matmul"), CLUSTER) >= 2 * 4096**3 / (device.best_tflops * 1e12)
 
 
 def seconds_of(start: Start, shape: tuple[int, int, int, int]) -> float:
@@ -175,7 +175,8 @@ def test_faster_links_shorten_a_simulated_step():
 
 
 @pytest.mark.nightly
-def test_dry_runs_in_processes_of_their_own_are_the_same():
+def test_dry_runs_in_processes_of_their_own_are_the_same(monkeypatch):
+    monkeypatch.setattr(workers, "_WORTH_PROCESSES", 2)
     layouts = [Layout(1, 2, 1, 2), Layout(2, 1, 2, 1), Layout(1, 1, 1, 3)]
     job = Job(CONFIG, 4, 32, "cuda")
     *apart, rejected = estimate_all(job, layouts)

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from fourfold.mesh.axes import factorisations
-from fourfold.planner.cost.step import estimate
+from fourfold.planner.cost.step import Prices
 from fourfold.planner.inputs.cluster import preset
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.search import RESERVE, search, why_not_grid
+from tests.planner.cost.estimates import estimate
 
 CLUSTER = preset("dgx-a100")
 SMALL = Workload("small", 768, 3072, 6, 12, 4, 64, 50257)
@@ -18,7 +19,7 @@ LARGE = Workload("70b", 8192, 28672, 80, 64, 8, 128, 128256)
 
 
 def test_the_best_is_that_of_trying_everything():
-    plan = search(SMALL, CLUSTER, 16, 32, 1024)
+    plan = search(Prices(SMALL, CLUSTER, 1024), 16, 32)
     limit = CLUSTER.device.memory_gib * 2**30 * (1 - RESERVE)
     tried = []
     for data, z, y, x in factorisations(16):
@@ -39,7 +40,7 @@ def test_the_best_is_that_of_trying_everything():
 
 
 def test_nothing_that_is_ranked_is_over_the_limit_and_nothing_is_lost():
-    plan = search(LARGE, CLUSTER, 64, 128, 4096)
+    plan = search(Prices(LARGE, CLUSTER, 4096), 64, 128)
     assert plan.considered == len(plan.ranked) + len(plan.rejected)
     assert all(e.memory.total_bytes <= plan.memory_limit_bytes for e in plan.ranked)
     assert all(e.layout.ranks == 64 for e in plan.ranked)
@@ -58,44 +59,46 @@ def test_reasons_name_both_numbers():
 
 
 def test_token_sharding_is_searched_or_left_out():
-    both = search(LARGE, CLUSTER, 64, 128, 4096)
+    both = search(Prices(LARGE, CLUSTER, 4096), 64, 128)
     assert {(e.layout.activations, e.layout.keep_inputs) for e in both.ranked} == {
         ("replicated", True), ("token-sharded", True), ("token-sharded", False)}  # fmt: skip
     assert not any(e.layout.by_tokens for e in both.ranked if e.layout.x * e.layout.y == 1)
-    without = search(LARGE, CLUSTER, 64, 128, 4096, activations=("replicated",))
+    without = search(Prices(LARGE, CLUSTER, 4096), 64, 128, activations=("replicated",))
     assert without.ranked == [e for e in both.ranked if not e.layout.by_tokens]
     # Where there is one tensor rank there is nothing to cut.
-    alone = search(LARGE, CLUSTER, 64, 128, 4096, activations=("token-sharded",), keep_inputs=(False,))
+    alone = search(
+        Prices(LARGE, CLUSTER, 4096), 64, 128, activations=("token-sharded",), keep_inputs=(False,)
+    )
     assert {(e.layout.by_tokens, e.layout.keep_inputs) for e in alone.ranked if e.layout.x * e.layout.y > 1} == {
         (True, False)}  # fmt: skip
 
 
 def test_tokens_that_do_not_divide_are_named():
     # Also where those of two sequences would: a run has batches of one, too.
-    plan = search(SMALL, CLUSTER, 16, 16, 6)
+    plan = search(Prices(SMALL, CLUSTER, 6), 16, 16)
     reasons = {r.reason for r in plan.rejected if r.layout.by_tokens}
     assert "x=4 does not divide the 6 tokens of a sequence, so they cannot be sharded" in reasons
     assert not any(e.layout.by_tokens for e in plan.ranked if 6 % e.layout.x or 6 % e.layout.y)
     # And nobody who asked for token-sharded ones is given others.
-    asked = search(SMALL, CLUSTER, 16, 16, 6, activations=("token-sharded",))
+    asked = search(Prices(SMALL, CLUSTER, 6), 16, 16, activations=("token-sharded",))
     assert all(e.layout.by_tokens for e in asked.ranked if e.layout.x * e.layout.y > 1)
 
 
 def test_a_model_that_fits_nowhere_says_how_far_it_is():
-    plan = search(LARGE, CLUSTER, 2, 2, 4096)
+    plan = search(Prices(LARGE, CLUSTER, 4096), 2, 2)
     assert not plan.ranked
     with pytest.raises(ValueError, match=r"none of \d+ layouts of 2 ranks can run.*needs .* GiB of 72"):
         _ = plan.best
 
 
 def test_more_reserve_never_adds_layouts():
-    fewer = search(LARGE, CLUSTER, 64, 128, 4096, reserve=0.5)
-    more = search(LARGE, CLUSTER, 64, 128, 4096, reserve=0.0)
+    fewer = search(Prices(LARGE, CLUSTER, 4096), 64, 128, reserve=0.5)
+    more = search(Prices(LARGE, CLUSTER, 4096), 64, 128, reserve=0.0)
     assert len(fewer.ranked) <= len(more.ranked)
 
 
 def test_the_best_without_y_has_no_y_and_is_no_faster():
-    plan = search(LARGE, CLUSTER, 64, 64, 4096)
+    plan = search(Prices(LARGE, CLUSTER, 4096), 64, 64)
     without = plan.best_without_y()
     assert without is not None
     assert without.layout.y == 1

@@ -21,7 +21,14 @@ def wait(axis: str = "z", module: str = "w") -> Wait:
 
 
 def simulated(*events, **factors):
-    return simulate(events, lambda o: o.flops, lambda s: s.payload_bytes, **factors)
+    """Each axis has a link of its own, and nothing slows down, unless ``factors`` say otherwise."""
+    alone = {
+        "link_of": lambda s: s.axis,
+        "slow_down": lambda s: (1.0, 1.0),
+        "in_flight": 1,
+        "keep_spans": False,
+    }
+    return simulate(events, lambda o: o.flops, lambda s: s.payload_bytes, **alone | factors)
 
 
 def test_what_is_waited_for_at_once_is_exposed():

@@ -48,9 +48,6 @@ def add_to(commands: Any) -> None:
         help="the device type of the real run (default: cuda)",
     )
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument(
-        "--every-block", action="store_true", help="trace identical blocks one by one instead of once"
-    )
     parser.add_argument("--roles", action="store_true", help="also show the role of each module")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write all operations and collectives to this file"
@@ -77,20 +74,18 @@ def run(options: argparse.Namespace) -> int:
         overlap=Overlap(keep_inputs=options.keep_inputs, keep_bytes=options.keep_weights_bytes),
         target=options.target,
         rank=options.rank,
-        every_block=options.every_block,
     )
     # Decisions and options without effect; the report with roles includes them.
     print(result.report if options.roles else "\n".join(result.report.notes))
     print(result)
     if options.json:
-        peak = result.peak
         events = [{"event": type(e).__name__.lower(), **asdict(e)} for e in result.trace.events]
         options.json.write_text(
             json.dumps(
                 {
                     "grid": dict(zip(AXES, options.grid, strict=True)),
                     "activations": result.report.activations,
-                    "peak": {"bytes": peak.bytes, "by_category": peak.by_category, "event": peak.event},
+                    "peak": asdict(result.peak),
                     "between_steps": result.trace.before,
                     "events": events,
                 }

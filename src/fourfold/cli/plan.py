@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.planner.cost.step import Prices
-from fourfold.planner.dry_run_estimate import Job, precision_of, schedule_of, simulate_step, target_of
+from fourfold.planner.dry_run_estimate import Job, schedule_of, simulate_step
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.workload import Workload, from_config
 from fourfold.planner.plan import plan as make_plan
+from fourfold.planner.show import tables
 from fourfold.planner.show.page import write_page
-from fourfold.planner.show.summary import as_json, hiding_bandwidth, pick_layout
-from fourfold.planner.show.tables import budget, explain, sequence_parallel_speedup, show_plan, y_speedup
 from fourfold.planner.show.trace import chrome_trace
 from fourfold.planner.workers import estimate_by_dry_run
 
@@ -117,34 +116,30 @@ def run(options: argparse.Namespace) -> int:
         activations=options.activations,
         keep_inputs=(True, False) if options.keep_inputs is None else (options.keep_inputs,),
     )
-    precision = options.precision or precision_of(cluster)
+    precision = options.precision or cluster.precision
     prices = Prices(workload, cluster, options.length, schedule_of(cluster, precision))
     title = f"{workload.name} ({_billions(workload)}) on {options.gpus} devices of {cluster.name}, {sequences} x {options.length} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
-    print(show_plan(plan, cluster, title, options.rows, width))
+    print(tables.show_plan(plan, cluster, title, options.rows, width))
     best = plan.best  # raises with the nearest miss, if there is none
-    print(y_speedup(plan))
-    if sequence_parallel_speedup(plan):
-        print(sequence_parallel_speedup(plan))
-    print(hiding_bandwidth(prices, best, sequences))
+    print("\n".join(tables.speedups(plan)))
     if options.tokens:
-        print(budget(best, options.tokens, price_per_hour=options.price, watts=options.watts))
+        print(tables.budget(best, options.tokens, price_per_hour=options.price, watts=options.watts))
     elif options.price is not None or options.watts is not None:
         raise ValueError("--price and --watts need the number of training tokens; give --tokens, such as 15T")
     if options.explain:
-        a, b = (pick_layout(word, plan, prices, sequences) for word in options.explain)
-        print(explain(a, b))
+        a, b = (tables.pick_layout(word, plan, prices, sequences) for word in options.explain)
+        print(tables.explain(a, b))
     if options.json:
-        options.json.write_text(json.dumps(as_json(plan, title)))
-    if options.html or options.trace:
-        job = Job(path, sequences, options.length, target_of(cluster), precision)
+        options.json.write_text(json.dumps(tables.as_json(plan, title)))
+    if options.html:
+        write_page(options.html, plan, cluster, title)
+        print(f"wrote {options.html}")
+    if options.trace:
+        job = Job(path, sequences, options.length, cluster.target, precision)
         timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
-        if options.html:
-            write_page(options.html, plan, cluster, title, timeline)
-            print(f"wrote {options.html}")
-        if options.trace:
-            options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
-            print(f"wrote {options.trace}: open it in ui.perfetto.dev")
+        options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
+        print(f"wrote {options.trace}: open it in ui.perfetto.dev")
     return 0
 
 
@@ -172,11 +167,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _billions(workload: Workload) -> str:
-    return (
-        f"{workload.parameters / 1e9:.1f}B"
-        if workload.parameters >= 1e8
-        else f"{workload.parameters / 1e6:.1f}M"
-    )
+    count = workload.parameters
+    return f"{count / 1e9:.1f}B" if count >= 1e8 else f"{count / 1e6:.1f}M"
 
 
 def amount(text: str) -> float:

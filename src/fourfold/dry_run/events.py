@@ -1,17 +1,27 @@
-"""The events of one rank in a step, in order: operations, starts of collectives, and waits for them."""
+"""The events of one rank in a step, in order: operations, starts of collectives, and waits for them; and its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, get_args
 
-from fourfold.dry_run.memory import Category
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Kind, Purpose
 
 Phase = Literal["forward", "recompute", "backward", "clip", "optimizer"]
 Work = Literal["matmul", "attention", "memory"]
+Category = Literal[
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered weights",
+    "communication buffers",
+    "logits",
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,15 @@ Event = Operation | Start | Wait
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The most memory that tensors take in a step."""
+
+    bytes: float
+    by_category: Mapping[Category, float]
+    event: int  # while this one runs
+
+
+@dataclass(frozen=True)
 class Trace:
     """The events of a step, and the memory that was taken (or given back, if negative) up to and with each of them."""
 
@@ -65,3 +84,17 @@ class Trace:
     # One more than events: what happens after the last.
     changes: Sequence[Sequence[tuple[Category, float]]]
     before: Mapping[Category, float]
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The highest sum on the way through the step."""
+        now = {category: float(self.before.get(category, 0)) for category in CATEGORIES}
+        total = sum(now.values())
+        best = Peak(total, dict(now), 0)
+        for event, of_event in enumerate(self.changes):
+            for category, size in of_event:
+                now[category] += size
+                total += size
+                if total > best.bytes:
+                    best = Peak(total, dict(now), event)
+        return best

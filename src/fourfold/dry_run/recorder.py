@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fourfold.dry_run.events import Event, Operation, Phase, Start, Trace, Wait, Work
-from fourfold.dry_run.memory import Category
+from fourfold.dry_run.events import Category, Event, Operation, Phase, Start, Trace, Wait, Work
 from fourfold.mesh.collectives import InFlightCollective, Observer
 from fourfold.mesh.grid import Grid
 
@@ -40,12 +40,23 @@ _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 class Recorder(TorchDispatchMode, Observer):
-    """Enter it inside of the fake tensor mode; the caller that runs the step sets `phase`."""
+    """Enter it inside of the fake tensor mode; the caller that runs the step sets `phase`.
 
-    # Half-batches, each in its thread, are recorded as well (`interleave.py`).
+    ``weights``: the blocks of weights by the module that their modules are in; what has their shape in backward is their
+    gradient. By the one around them, because the first of several siblings computes for all. ``logits``: the width of the
+    outputs of the head, and of what the loss makes of them, and the head's name.
+    """
+
+    # Half-batches, each in its thread, are recorded as well (`parallel/batch_split.py`).
     follows_threads = True
 
-    def __init__(self, model: nn.Module, grid: Grid) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: Grid,
+        weights: Mapping[str, set[tuple[int, ...]]],
+        logits: tuple[int, str] | None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.grid = grid
         self.events: list[Event] = []
@@ -61,21 +72,8 @@ class Recorder(TorchDispatchMode, Observer):
         self._entered: dict[int, list[str]] = {}  # by thread
         self._module_of_node: dict[int, str] = {}
         self._last_module = ""
-        self._weights: Mapping[str, set[tuple[int, ...]]] = {}
-        self._logits: tuple[int, str] | None = None
-
-    # -- what counts as what ----------------------------------------------------------------------------------------
-
-    def expect_logits(self, width: int, head: str) -> None:
-        """The outputs of ``head``, and what the loss makes of them, are ``width`` wide."""
-        self._logits = (width, head)
-
-    def expect_weights(self, shapes: Mapping[str, set[tuple[int, ...]]]) -> None:
-        """The blocks of weights by the module that their modules are in: what has their shape in backward is their gradient.
-
-        By the one around them, because the first of several siblings computes for all.
-        """
-        self._weights = shapes
+        self._weights = weights
+        self._logits = logits
 
     def label(self, tensor: Tensor | None, category: Category) -> None:
         if tensor is None:
@@ -128,8 +126,7 @@ class Recorder(TorchDispatchMode, Observer):
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(enter).remove)
             stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-            torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
-            stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
             self.grid.collectives.observers.append(self)
             stack.callback(self.grid.collectives.observers.remove, self)
             with self:
@@ -172,20 +169,6 @@ class Recorder(TorchDispatchMode, Observer):
             return out  # collectives report themselves; views do nothing
         if not inputs:
             return out  # memory was taken, no more
-        self.events.append(self._operation(func, phase, module, args, kwargs, out, inputs, outputs))
-        return out
-
-    def _operation(
-        self,
-        func: Any,
-        phase: Phase,
-        module: str,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-    ) -> Operation:
         packet = func._overloadpacket
         work: Work = "memory"
         flops = 0.0
@@ -201,7 +184,8 @@ class Recorder(TorchDispatchMode, Observer):
         elif packet in flop_registry:
             work, flops = "attention", float(flop_registry[packet](*args, **kwargs, out_val=out))
         moved = _moved_bytes(func, args, kwargs, outputs)
-        return Operation(phase, module, str(func), work, flops, moved, shape)
+        self.events.append(Operation(phase, module, str(func), work, flops, moved, shape))
+        return out
 
     # -- collectives (`collectives.Observer`) -----------------------------------------------------------------------
 

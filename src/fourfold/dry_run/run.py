@@ -1,32 +1,37 @@
-"""The dry run: one rank's step in a world of any size, by the code that trains."""
+"""The dry run: one rank's step in a world of any size in one process, by the code that trains."""
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.distributed.device_mesh import init_device_mesh
+
+# What DTensor found out on one mesh it would use on the next of the same shape, whose groups are others (torch 2.13.0).
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold import untrusted_input as outside
-from fourfold.dry_run.blocks import find_repeated, shallow_copy
-from fourfold.dry_run.events import Operation, Start, Trace
-from fourfold.dry_run.expand import NotPeriodic, expand
-from fourfold.dry_run.memory import Peak, find_peak
+from fourfold.dry_run.blocks import NotPeriodic, expand, find_repeated, shallow_copy
+from fourfold.dry_run.events import Operation, Peak, Start, Trace
 from fourfold.dry_run.recorder import Recorder
 from fourfold.dry_run.show import show
-from fourfold.dry_run.world import fake_grid
 from fourfold.errors import line_of_model
 from fourfold.hf.init_recorder import restore_buffers
 from fourfold.hf.parameter_layout import chunk
+from fourfold.mesh.axes import AXES
 from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
 from fourfold.optim.muon import ShardedMuon, split_matrices
@@ -48,16 +53,16 @@ class DryRun:
     report: Report = field(repr=False)
     blocks_traced: tuple[int, int] | None = None  # (traced, all) of the blocks that are alike
 
-    @cached_property
+    @property
     def peak(self) -> Peak:
-        return find_peak(self.trace.before, self.trace.changes)
+        return self.trace.peak
 
     def __str__(self) -> str:
         data, z, y, x = self.shape
         title = f"{self.report.model} on (data={data}, z={z}, y={y}, x={x}): one rank's step, no device has run it"
         if self.blocks_traced is not None:
             title += "; {} of {} like blocks traced".format(*self.blocks_traced)
-        return show(title, self.trace, self.peak)
+        return show(title, self.trace)
 
     @property
     def operations(self) -> list[Operation]:
@@ -81,7 +86,6 @@ def dryrun(
     activation_checkpointing: ActivationCheckpointing = "none",
     weights: Weights = "auto",
     overlap: Overlap | None = None,
-    max_norm: float = 1.0,
     optimizer: Literal["adamw", "muon"] = "adamw",
     target: str = "cuda",
     rank: int = 0,
@@ -89,7 +93,7 @@ def dryrun(
 ) -> DryRun:
     """A training step of one rank of a grid, on no device: forward, backward, clipping, AdamW or Muon.
 
-    ``model`` is built on ``meta``, or a Hugging Face configuration, or the path of its ``config.json``. ``sequences``
+    ``model`` is built on ``meta``, or a Hugging Face configuration or its dict, or the path of its ``config.json``. ``sequences``
     of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
     ``target`` devices. If many blocks are alike, only a few are traced, unless ``every_block``. Raises what the real start
     would raise.
@@ -111,17 +115,15 @@ def dryrun(
 
         def run(model: nn.Module) -> tuple[Trace, Report]:
             report, _ = arrange(model, grid, options, seed=0)
+            step = _Step(model, grid, report, optimizer, micro_batches)
             try:
-                trace = _trace(
-                    model, grid, report, own // micro_batches, length, micro_batches, max_norm, optimizer
-                )
+                return step.trace(own, length), report
             except DataDependentOutputException as error:
                 line = line_of_model(traceback.extract_tb(error.__traceback__))
                 raise ValueError(
                     f"{report.model} reads a tensor's value, which only a device would know ({line}), so a dry run cannot follow "
                     "it; plan by formulas alone (fourfold plan --simulate 0, ff.plan(simulate=0))"
                 ) from None
-            return trace, report
 
         # Muon redistributes matrices of several blocks together: its step does not grow block by block.
         is_periodic = not (overlap and overlap.keep_bytes) and optimizer == "adamw"
@@ -130,13 +132,7 @@ def dryrun(
             fewer, report = run(shallow_copy(module, repeated, repeated.traced))
             more, _ = run(shallow_copy(module, repeated, repeated.traced + repeated.period))
             try:
-                trace = expand(
-                    fewer,
-                    more,
-                    blocks_name=repeated.name,
-                    period=repeated.period,
-                    periods=(repeated.length - repeated.traced) // repeated.period,
-                )
+                trace = expand(fewer, more, repeated)
                 return DryRun(shape, trace, report, (repeated.traced, repeated.length))
             except NotPeriodic:
                 pass  # then all of them
@@ -144,71 +140,68 @@ def dryrun(
         return DryRun(shape, trace, report)
 
 
-def _trace(
-    model: nn.Module,
-    grid: Grid,
-    report: Report,
-    rows: int,
-    length: int,
-    micro_batches: int,
-    max_norm: float,
-    optimizer: str,
-) -> Trace:
-    """The step of an arranged model after the first ones."""
-    restore_buffers(model, grid.device)
-    recorder = Recorder(model, grid)
-    weights: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-    for name, layout in report.layouts.items():
-        around = name.rpartition(".")[0].rpartition(".")[0]
-        weights[around].add(tuple(part.stop - part.start for part in layout.block(grid)))
-    recorder.expect_weights(weights)
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is not None:
-        name = next(name for name, module in model.named_modules() if module is head)
-        config: Any = model.config
-        vocabulary = chunk(config.get_text_config().vocab_size, grid.x, grid.coordinate("x"))
-        recorder.expect_logits(vocabulary.stop - vocabulary.start, name)
-    with FakeTensorMode(allow_non_fake_inputs=True), _unpacked():
-        model.to_empty(device=grid.device)
-        step = _Step(model, grid, recorder, rows, length, micro_batches, max_norm, report, optimizer)
-        # The first step finds linears that share an input, a second the order of weights with batch-split overlap.
-        for _ in range(2 if report.interleaved else 1):
-            step()
-        recorder.start_over()
-        step()
-        return recorder.trace()
+@contextmanager
+def fake_grid(shape: tuple[int, int, int, int], *, rank: int = 0, target: str = "cuda") -> Iterator[Grid]:
+    """The grid as ``rank`` sees it, decisions made for ``target`` devices; its tensors are on the CPU.
+
+    The `fake` backend completes every collective at once and sends nothing.
+    """
+    world = math.prod(shape)
+    if dist.is_initialized():
+        raise ValueError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already; a dry run makes a world of its "
+            f"own, of {world} ranks: start it in another process"
+        )
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} is not one of the {world} ranks of {shape}; use 0 to {world - 1}")
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+        yield Grid.from_mesh(mesh, torch.device("cpu"), target=target)
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
 
 
+@dataclass
 class _Step:
-    """A training step as a user writes it."""
+    """A training step of an arranged model, as a user writes it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        grid: Grid,
-        recorder: Recorder,
-        rows: int,
-        length: int,
-        micro_batches: int,
-        max_norm: float,
-        report: Report,
-        optimizer: str,
-    ) -> None:
-        self.model, self.grid, self.recorder = model, grid, recorder
-        self.micro_batches, self.max_norm = micro_batches, max_norm
-        with recorder.recording():
-            for tensor in (*model.parameters(), *model.buffers()):
-                recorder.label(tensor, "parameters")
-            options: dict[str, Any] = {"lr": 1e-4, "foreach": grid.target == "cuda"}  # torch's own choice
-            if optimizer == "muon":
-                matrices, others = split_matrices(model)
-                groups: list[dict[str, Any]] = [{"params": matrices, "muon": True}, {"params": others}]
-                self.optimizer: torch.optim.Optimizer = ShardedMuon(groups, model, report, **options)
-            else:
-                self.optimizer = sharded_optimizer(torch.optim.AdamW)(model.parameters(), **options)
-            self.ids = torch.zeros(micro_batches * rows, length, dtype=torch.int64)
+    model: nn.Module
+    grid: Grid
+    report: Report
+    optimizer_name: str
+    micro_batches: int
 
-    def __call__(self) -> None:
+    def trace(self, rows: int, length: int) -> Trace:
+        """The step on that many sequences of a rank, after the first ones."""
+        model, grid = self.model, self.grid
+        restore_buffers(model, grid.device)
+        self.recorder = _recorder(model, grid, self.report)
+        unpacked = mock.patch("transformers.masking_utils.find_packed_sequence_indices", _not_packed)
+        with FakeTensorMode(allow_non_fake_inputs=True), unpacked:
+            model.to_empty(device=grid.device)
+            with self.recorder.recording():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    self.recorder.label(tensor, "parameters")
+                self.optimizer = self._make_optimizer()
+                self.ids = torch.zeros(rows, length, dtype=torch.int64)
+            # The first step finds linears that share an input, a second the order of weights with batch-split overlap.
+            for _ in range(2 if self.report.interleaved else 1):
+                self._run()
+            self.recorder.start_over()
+            self._run()
+            return self.recorder.trace()
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"lr": 1e-4, "foreach": self.grid.target == "cuda"}  # torch's own choice
+        if self.optimizer_name == "muon":
+            matrices, others = split_matrices(self.model)
+            groups: list[dict[str, Any]] = [{"params": matrices, "muon": True}, {"params": others}]
+            return ShardedMuon(groups, self.model, self.report, **options)
+        return sharded_optimizer(torch.optim.AdamW)(self.model.parameters(), **options)
+
+    def _run(self) -> None:
         with self.recorder.recording():
             self.recorder.phase = "forward"
             *first, last = self.ids.chunk(self.micro_batches)
@@ -221,7 +214,7 @@ class _Step:
             for parameter in self.model.parameters():
                 self.recorder.label(parameter.grad, "gradients")
             self.recorder.phase = "clip"
-            clip_grad_norm_(self.model.parameters(), self.max_norm, self.grid)
+            clip_grad_norm_(self.model.parameters(), 1.0, self.grid)
             self.recorder.phase = "optimizer"
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -231,6 +224,21 @@ class _Step:
         loss = self.model(input_ids=ids, labels=ids, **items).loss
         self.recorder.phase = "backward"
         loss.backward()
+
+
+def _recorder(model: nn.Module, grid: Grid, report: Report) -> Recorder:
+    weights: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for name, layout in report.layouts.items():
+        around = name.rpartition(".")[0].rpartition(".")[0]
+        weights[around].add(tuple(part.stop - part.start for part in layout.block(grid)))
+    logits = None
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        name = next(name for name, module in model.named_modules() if module is head)
+        config: Any = model.config
+        vocabulary = chunk(config.get_text_config().vocab_size, grid.x, grid.coordinate("x"))
+        logits = (vocabulary.stop - vocabulary.start, name)
+    return Recorder(model, grid, weights, logits)
 
 
 def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
@@ -243,19 +251,13 @@ def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
         if (isinstance(model, Path) or model.endswith(".json")) and not Path(model).exists():
             raise ValueError(f"there is no config {model}; give the path of a Hugging Face config.json")
         model = outside.load_model_config(model)
+    elif isinstance(model, dict):
+        sizes = {key: value for key, value in model.items() if key != "model_type"}
+        model = transformers.AutoConfig.for_model(model["model_type"], **sizes)
     with torch.device("meta"):
         module: nn.Module = transformers.AutoModelForCausalLM.from_config(model)
     return module
 
 
-@contextmanager
-def _unpacked() -> Iterator[None]:
+def _not_packed(position_ids: Tensor) -> None:
     """Sequences are not packed. transformers reads that off the positions, which fake tensors do not have."""
-    import transformers.masking_utils as masks
-
-    theirs = masks.find_packed_sequence_indices
-    masks.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = theirs

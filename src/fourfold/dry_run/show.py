@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from fourfold.dry_run.events import Operation, Start, Trace, Wait
-from fourfold.dry_run.memory import CATEGORIES, Peak
+from fourfold.dry_run.events import CATEGORIES, Operation, Start, Trace, Wait
+from fourfold.text_tables import as_text, table
 
 
-def show(title: str, trace: Trace, peak: Peak) -> str:
+def show(title: str, trace: Trace) -> str:
     """The tables, as text."""
-    out = io.StringIO()
-    console = Console(file=out, width=120)
+    peak = trace.peak
     event = trace.events[min(peak.event, len(trace.events) - 1)]
-    console.print(f"[bold]{title}[/bold]\n")
-    console.print(
-        _table(
-            f"memory of tensors: {_gib(peak.bytes)} at most, in {event.phase} at {_name(event)} of {event.module or 'the model'}",
+    where = f"in {event.phase} at {_name(event)} of {event.module or 'the model'}"
+    memory = [
+        (category, _gib(peak.by_category[category]), _gib(trace.before.get(category, 0)))
+        for category in CATEGORIES
+    ]
+    return as_text(
+        120,
+        f"{title}\n",
+        table(
+            f"memory of tensors: {_gib(peak.bytes)} at most, {where}",
             ("category", "at the peak", "between steps"),
-            [
-                (category, _gib(peak.by_category[category]), _gib(trace.before.get(category, 0)))
-                for category in CATEGORIES
-            ],
-        )
-    )
-    console.print(
-        _table(
+            memory,
+        ),
+        table(
             "collectives of a step", ("axis", "kind", "for", "ranks", "calls", "bytes"), _collectives(trace)
-        )
-    )
-    console.print(
-        _table(
+        ),
+        table(
             "work of a step",
             ("phase", "matmuls", "FLOPs", "attention FLOPs", "bytes of the rest"),
             _work(trace),
-        )
+        ),
     )
-    return out.getvalue()
 
 
 def _collectives(trace: Trace) -> list[tuple[str, ...]]:
@@ -74,15 +65,6 @@ def _name(event: Operation | Start | Wait) -> str:
     if isinstance(event, Operation):
         return re.sub(r"^aten\.|\.default$", "", event.name)
     return f"{event.kind} over {event.axis}"
-
-
-def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if i == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _gib(size: float) -> str:

@@ -64,11 +64,8 @@ def _pairs(events: Sequence[Event]) -> list[tuple[int, int]]:
 
 
 def _is(event: Event, purpose: str, kind: str = "all_gather", axis: str = "z") -> bool:
-    return isinstance(event, Start | Wait) and (event.purpose, event.kind, event.axis) == (
-        purpose,
-        kind,
-        axis,
-    )
+    wanted = (purpose, kind, axis)
+    return isinstance(event, Start | Wait) and (event.purpose, event.kind, event.axis) == wanted
 
 
 def _end_of_backward(events: Sequence[Event], at: int) -> float:

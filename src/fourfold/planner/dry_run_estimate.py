@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.mesh.axes import AXES
-from fourfold.planner.cost.compute import Kernels, operation_s
+from fourfold.planner.cost.compute import operation_s
 from fourfold.planner.cost.memory import Memory
 from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, utilisation
@@ -18,12 +18,8 @@ from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
 from fourfold.planner.inputs.workload import Workload, from_config
 
 if TYPE_CHECKING:
-    from fourfold.dry_run.events import Operation, Trace
-    from fourfold.dry_run.memory import Peak
+    from fourfold.dry_run.events import Trace
     from fourfold.planner.simulate import Simulated
-
-_PARTS = ("matmul", "attention", "element-wise", "recomputation", "optimizer")
-_WORK = {"matmul": "matmul", "attention": "attention", "memory": "element-wise"}
 
 
 @dataclass(frozen=True)
@@ -41,11 +37,10 @@ class Job:
 
 @dataclass(frozen=True)
 class DryRunEstimate:
-    """A layout's dry run: the events of one rank, and its peak memory."""
+    """A layout's dry run: the events of one rank, and its memory."""
 
     layout: Layout
     trace: Trace
-    peak: Peak
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -72,12 +67,7 @@ def describe(model: Any) -> tuple[Any, Workload | None]:
 
 
 def _fresh(source: Any) -> Any:
-    """A model that `dryrun` may modify: a module on meta, or a source to build one from."""
-    if isinstance(source, dict):
-        import transformers
-
-        config = dict(source)
-        return transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    """A model that `dryrun` may modify: a copy of a module on meta, or a source to build one from."""
     if not hasattr(source, "named_parameters"):
         return source
     import torch
@@ -111,12 +101,12 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         target=job.target,
         optimizer=job.optimizer,
     )
-    return DryRunEstimate(layout, done.trace, done.peak)
+    return DryRunEstimate(layout, done.trace)
 
 
 def schedule_of(cluster: Cluster, precision: str) -> Schedule:
     """Fourfold's overlap on these devices (`weights/overlap.py`), in that precision."""
-    on_cpu = target_of(cluster) == "cpu"
+    on_cpu = cluster.target == "cpu"
     return replace(
         FOURFOLD,
         weight_bytes=4 if precision == "fp32" else 2,
@@ -125,81 +115,56 @@ def schedule_of(cluster: Cluster, precision: str) -> Schedule:
     )
 
 
-def precision_of(cluster: Cluster) -> str:
-    """The default precision of a run on these devices."""
-    return "bf16" if target_of(cluster) == "cuda" else "fp32"
-
-
-def target_of(cluster: Cluster) -> str:
-    """The device type that decisions are made for."""
-    return "cpu" if cluster.library.name == "gloo" else "cuda"
-
-
 # -- simulation -------------------------------------------------------------------------------------------------------
 
 
 def simulate_step(
-    dry_run: DryRunEstimate, cluster: Cluster, kernels: Kernels | None = None, *, keep_spans: bool = False
+    dry_run: DryRunEstimate, cluster: Cluster, *, keep_spans: bool = False
 ) -> tuple[Simulated, dict[str, float]]:
     """The predicted step, and its computation by part."""
     from fourfold.dry_run.events import Operation
     from fourfold.dry_run.streams import on_streams
-    from fourfold.planner.predict import predict
+    from fourfold.planner.simulate import predict
 
     events, layout = dry_run.trace.events, dry_run.layout
-    if layout.weights == "fsdp2" and target_of(cluster) == "cuda":
+    if layout.weights == "fsdp2" and cluster.target == "cuda":
         events = on_streams(events)
-    step = predict(events, layout.grid, cluster, kernels, keep_spans=keep_spans)
-    alone_s = dict.fromkeys(_PARTS, 0.0)
+    step = predict(events, layout.grid, cluster, keep_spans=keep_spans)
+    alone_s = dict.fromkeys(("matmul", "attention", "element-wise", "recomputation", "optimizer"), 0.0)
     for event in events:
         if isinstance(event, Operation):
-            alone_s[part_of(event)] += operation_s(event, cluster, kernels)
+            part = _PART_OF_PHASE.get(event.phase) or _PART_OF_WORK[event.work]
+            alone_s[part] += operation_s(event, cluster)
     # The slowdown by collectives in flight is distributed in proportion to the work.
     slower = step.compute_s / (sum(alone_s.values()) or 1.0)
     return step, {part: seconds * slower for part, seconds in alone_s.items()}
 
 
-def part_of(operation: Operation) -> str:
-    if operation.phase == "recompute":
-        return "recomputation"
-    if operation.phase in ("clip", "optimizer"):
-        return "optimizer"
-    return _WORK[operation.work]
+_PART_OF_PHASE = {"recompute": "recomputation", "clip": "optimizer", "optimizer": "optimizer"}
+_PART_OF_WORK = {"matmul": "matmul", "attention": "attention", "memory": "element-wise"}
 
 
 def as_estimate(
-    dry_run: DryRunEstimate,
-    job: Job,
-    workload: Workload | None,
-    cluster: Cluster,
-    kernels: Kernels | None,
-    formula_s: float | None,
+    dry_run: DryRunEstimate, job: Job, workload: Workload | None, cluster: Cluster, formula_s: float | None
 ) -> Estimate:
     """A simulated step as an `Estimate`, like those of the formulas."""
-    layout = dry_run.layout
-    step, compute_s = simulate_step(dry_run, cluster, kernels)
+    from fourfold.dry_run.events import CATEGORIES
+
+    layout, peak, events = dry_run.layout, dry_run.trace.peak, dry_run.trace.events
+    step, compute_s = simulate_step(dry_run, cluster)
     tokens = float(job.sequences) * job.length
-    mfu, hfu = utilisation(workload, layout, cluster.device, tokens, job.length, step.step_s)
+    event = events[min(peak.event, len(events) - 1)]
+    # The fields of a `Memory` are the categories, in order.
+    held_bytes: list[Any] = [peak.by_category[category] for category in CATEGORIES]
     return Estimate(
         layout,
         step.step_s,
         compute_s,
         {axis: step.link_s.get(axis, 0.0) for axis in reversed(AXES)},
         {axis: step.exposed_s.get(axis, 0.0) for axis in reversed(AXES)},
-        memory_of(dry_run),
+        Memory(*held_bytes, f"{event.phase} of {event.module or 'the model'}"),
         tokens / step.step_s,
-        mfu,
-        hfu,
+        *utilisation(workload, layout, cluster.device, tokens, job.length, step.step_s),
         is_simulated=True,
         formula_s=formula_s,
     )
-
-
-def memory_of(dry_run: DryRunEstimate) -> Memory:
-    from fourfold.dry_run.memory import CATEGORIES
-
-    peak, events = dry_run.peak, dry_run.trace.events
-    event = events[min(peak.event, len(events) - 1)]
-    held_bytes: list[float] = [peak.by_category[category] for category in CATEGORIES]
-    moment = f"{event.phase} of {event.module or 'the model'}"
-    return Memory(*held_bytes, moment)  # type: ignore[arg-type, call-arg]  # the fields are the categories, in order

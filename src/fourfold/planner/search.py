@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
 from fourfold.mesh.axes import divisors, factorisations
-from fourfold.planner.cost.compute import Kernels
 from fourfold.planner.cost.memory import WORK_BYTES
-from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import FOURFOLD, Activations, Layout, Schedule, undivided_axis
+from fourfold.planner.inputs.layout import Activations, Layout, undivided_axis
 from fourfold.planner.inputs.workload import Workload
 
 # The part of a device's memory for its context, the library's buffers and what an allocator cannot use.
 RESERVE = 0.10
+_MOST_TENSOR_RANKS = 1024
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,13 @@ class Plan:
 
     ranked: list[Estimate]
     rejected: list[Rejected]
-    considered: int
     ranks: int
-    memory_limit_bytes: float = field(default=0.0)
+    memory_limit_bytes: float
     notes: tuple[str, ...] = ()
+
+    @property
+    def considered(self) -> int:
+        return len(self.ranked) + len(self.rejected)
 
     @property
     def best(self) -> Estimate:
@@ -94,55 +96,50 @@ def _below(n: int, limit: int) -> int:
 
 
 def search(
-    workload: Workload,
-    cluster: Cluster,
+    prices: Prices,
     ranks: int,
     global_batch_sequences: int,
-    length: int,
     *,
-    schedule: Schedule = FOURFOLD,
-    kernels: Kernels | None = None,
-    optimizer: Optimizer = "adamw",
     weights: Literal["fsdp2", "streamed"] = "fsdp2",
     checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
     activations: tuple[Activations, ...] = ("replicated", "token-sharded"),
     keep_inputs: tuple[bool, ...] = (True, False),
     reserve: float = RESERVE,
-    tensor_ranks_at_most: int = 1024,
 ) -> Plan:
     """All layouts, the fastest first.
 
     ``reserve`` is the part of the memory that is left free. Streamed weights are tried with none, half and all of them kept.
     Token-sharded ``activations`` are tried where there are tensor ranks, with gathered inputs that are kept and that are
-    gathered again (``keep_inputs``). Grids with more than ``tensor_ranks_at_most`` ranks on y and x together are skipped.
+    gathered again (``keep_inputs``). Grids with more than `_MOST_TENSOR_RANKS` on y and x together are skipped.
     """
-    prices = Prices(workload, cluster, length, schedule, kernels, optimizer)
+    workload, cluster, length = prices.workload, prices.cluster, prices.length
     ranked: list[Estimate] = []
     rejected: list[Rejected] = []
-    considered = 0
     for grid in factorisations(ranks):
         data, z, y, x = grid
-        if x * y > tensor_ranks_at_most:
+        if x * y > _MOST_TENSOR_RANKS:
             continue
         reason = why_not_grid(workload, grid, global_batch_sequences)
         if reason is not None:
-            considered += 1
             rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason))
             continue
         gathered_bytes = int(WORK_BYTES * workload.layers * prices.shard(y, x).block)
         keeps = (0, gathered_bytes // 2, gathered_bytes) if weights == "streamed" and z > 1 else (0,)
+        undivided = undivided_axis(length, y, x)
+        # (activations, are gathered inputs kept)
+        ways: list[tuple[Activations, bool]] = []
+        if "replicated" in activations or x * y == 1:
+            ways.append(("replicated", True))
+        if "token-sharded" in activations and x * y > 1 and undivided is None:
+            ways += [("token-sharded", keep) for keep in keep_inputs]
         for micro_batches in divisors(global_batch_sequences // (data * z)):
             tokens = global_batch_sequences // (data * z * micro_batches) * length
-            undivided = undivided_axis(length, y, x)
             if undivided is not None and "token-sharded" in activations:
-                considered += 1
                 layout = Layout(data, z, y, x, micro_batches, weights=weights, activations="token-sharded")
                 axis, axis_ranks = undivided
                 reason = f"{axis}={axis_ranks} does not divide the {length} tokens of a sequence, so they cannot be sharded"
                 rejected.append(Rejected(layout, reason))
-            ways = _ways(activations if x * y > 1 else ("replicated",), keep_inputs, undivided is None)
             for (kind, keeps_inputs), recompute, keep_bytes in product(ways, checkpointing, keeps):
-                considered += 1
                 layout = Layout(
                     data, z, y, x, micro_batches, recompute, keep_bytes, weights, kind, keeps_inputs
                 )
@@ -153,19 +150,7 @@ def search(
                 else:
                     ranked.append(estimate_with(prices, layout, global_batch_sequences, peak))
     ranked.sort(key=lambda e: e.step_s)
-    return Plan(ranked, rejected, considered, ranks, memory_limit_bytes(cluster, reserve))
-
-
-def _ways(
-    activations: tuple[Activations, ...], keep_inputs: tuple[bool, ...], by_tokens: bool
-) -> list[tuple[Activations, bool]]:
-    """(activations, are gathered inputs kept) to try on a grid; ``by_tokens``: can it shard its sequences?"""
-    ways: list[tuple[Activations, bool]] = []
-    if "replicated" in activations:
-        ways.append(("replicated", True))
-    if "token-sharded" in activations and by_tokens:
-        ways += [("token-sharded", keep) for keep in keep_inputs]
-    return ways
+    return Plan(ranked, rejected, ranks, memory_limit_bytes(cluster, reserve))
 
 
 def memory_limit_bytes(cluster: Cluster, reserve: float) -> float:

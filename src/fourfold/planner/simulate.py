@@ -18,6 +18,9 @@ from itertools import islice
 
 from fourfold.dry_run.events import Event, Operation, Start
 from fourfold.mesh.axes import Axis
+from fourfold.planner.cost.collective import collective_s
+from fourfold.planner.cost.compute import operation_s
+from fourfold.planner.inputs.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,54 +39,82 @@ class Simulated:
 
     step_s: float
     compute_s: float
-    compute_s_by_phase: Mapping[str, float]
     link_s: Mapping[Axis, float]
     exposed_s: Mapping[Axis, float]
     spans: tuple[Span, ...]
 
 
-def own_link(start: Start) -> Hashable:
-    """Each axis has a link of its own."""
-    return start.axis
+def predict(
+    events: Iterable[Event], shape: tuple[int, int, int, int], cluster: Cluster, *, keep_spans: bool = False
+) -> Simulated:
+    """Simulate the events of one rank of a grid ``shape`` = (data, z, y, x) on this cluster."""
+    inner = inner_ranks(shape)
+
+    def collective(start: Start) -> float:
+        return collective_s(start.kind, start.payload_bytes, start.ranks, inner[start.axis], cluster)
+
+    def link(start: Start) -> str:
+        leaves = start.ranks * inner[start.axis] > cluster.links.devices_per_node
+        return "between nodes" if leaves else "inside a node"
+
+    def slow_down(start: Start) -> tuple[float, float]:
+        slow = cluster.measured.slowdown(start.ranks, inner[start.axis]) or cluster.slowdown
+        return slow.compute, slow.communication
+
+    return simulate(
+        events,
+        lambda operation: operation_s(operation, cluster),
+        collective,
+        link_of=link,
+        slow_down=slow_down,
+        in_flight=cluster.library.in_flight,
+        keep_spans=keep_spans,
+    )
 
 
-def undisturbed(start: Start) -> tuple[float, float]:
-    return 1.0, 1.0
+def inner_ranks(shape: tuple[int, int, int, int]) -> dict[Axis, int]:
+    """How many ranks lie between neighbours along each axis.
+
+    Example:
+        >>> inner_ranks((2, 2, 1, 4))
+        {'x': 1, 'y': 4, 'z': 4, 'data': 8}
+    """
+    _, z, y, x = shape
+    return {"x": 1, "y": x, "z": x * y, "data": x * y * z}
 
 
 def simulate(
     events: Iterable[Event],
-    operation_s: Callable[[Operation], float],
-    collective_s: Callable[[Start], float],
+    seconds_of: Callable[[Operation], float],
+    alone_s: Callable[[Start], float],
     *,
-    link_of: Callable[[Start], Hashable] = own_link,
-    slow_down: Callable[[Start], tuple[float, float]] = undisturbed,
-    in_flight: int = 1,
-    keep_spans: bool = False,
+    link_of: Callable[[Start], Hashable],
+    slow_down: Callable[[Start], tuple[float, float]],
+    in_flight: int,
+    keep_spans: bool,
 ) -> Simulated:
     """Simulate the events of a step.
 
-    ``link_of`` names the link that it uses, such as
-    the one inside a node or the one between nodes. ``slow_down``: how much longer computation takes while this collective
+    ``link_of`` names the link that a collective uses, such as the one inside a node or the one between nodes. ``slow_down``: how much longer computation takes while this collective
     is in flight, and how much longer the collective while there is computation. ``in_flight``: of one axis at a time.
     """
     track = _Tracks(in_flight)
     under_way: dict[tuple[str, ...], deque[_Flight]] = defaultdict(deque)
-    by_phase: dict[str, float] = defaultdict(float)
+    compute_s = 0.0
     link_s: dict[Axis, float] = defaultdict(float)
     exposed_s: dict[Axis, float] = defaultdict(float)
     spans: list[Span] = []
     for event in events:
         begin_s = track.now_s
         if isinstance(event, Operation):
-            track.compute(operation_s(event))
-            by_phase[event.phase] += track.now_s - begin_s
+            track.compute(seconds_of(event))
+            compute_s += track.now_s - begin_s
             if keep_spans:
                 spans.append(Span("compute", f"{event.name} {event.module}", begin_s, track.now_s))
             continue
         words = (event.axis, event.kind, event.purpose, event.module)
         if isinstance(event, Start):
-            flight = _Flight(event, collective_s(event), link_of(event), *slow_down(event))
+            flight = _Flight(event, alone_s(event), link_of(event), *slow_down(event))
             link_s[event.axis] += flight.left_s
             under_way[words].append(flight)
             track.start(flight, follows=event.follows)
@@ -94,15 +125,13 @@ def simulate(
                 if keep_spans:
                     name = f"{event.kind} over {event.axis} {event.module}"
                     spans.append(Span("wait", name, begin_s, track.now_s))
-    track.wait_for_all()
+    track.wait_for(None)
     if keep_spans:
         spans += [
             Span(f.start.axis, f"{f.start.kind} {f.start.module}", f.first_s, f.end_s) for f in track.landed
         ]
         spans.sort(key=lambda span: span.start_s)
-    return Simulated(
-        track.now_s, sum(by_phase.values()), dict(by_phase), dict(link_s), dict(exposed_s), tuple(spans)
-    )
+    return Simulated(track.now_s, compute_s, dict(link_s), dict(exposed_s), tuple(spans))
 
 
 _LEAST_PACE = 0.05  # however many are in flight
@@ -156,13 +185,9 @@ class _Tracks:
             work_s = 0.0 if passed_s == work_s / pace else work_s - passed_s * pace
             self._pass(passed_s, rates)
 
-    def wait_for(self, flight: _Flight) -> None:
-        while flight.end_s == math.inf:
-            rates = self._rates()
-            self._pass(self._next_landing_s(rates), rates)
-
-    def wait_for_all(self) -> None:
-        while rates := self._rates():
+    def wait_for(self, flight: _Flight | None) -> None:
+        """Until it is done; None: until all are."""
+        while (flight is None or flight.end_s == math.inf) and (rates := self._rates()):
             self._pass(self._next_landing_s(rates), rates)
 
     def _rates(self, *, computing: bool = False) -> list[tuple[_Flight, float]]:

@@ -10,74 +10,81 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, estimate_in_process
 from fourfold.planner.inputs.layout import Layout
 
 _AT_MOST = 8  # processes; each takes half a gigabyte
+_WORTH_PROCESSES = 8  # layouts; a process needs seconds to import torch
 
 
 def estimate_by_dry_run(job: Job, layout: Layout) -> DryRunEstimate:
-    """The dry run of a layout; in another process if this one is already a rank."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return estimate_in_process(job, layout)
-    with Worker() as worker:
-        done = worker.estimate(job, layout)
+    """The dry run of a layout."""
+    (done,) = estimate_all(job, [layout])
     if isinstance(done, ValueError):
         raise done
     return done
 
 
 def estimate_all(job: Job, layouts: Sequence[Layout]) -> Iterator[DryRunEstimate | ValueError]:
-    """The dry run of each layout in order, or the error that it raised."""
+    """The dry run of each layout in order, or its error; in other processes if there are many or this one is a rank."""
+    if not layouts:
+        return
+    import torch.distributed as dist  # takes seconds
+
+    is_rank = dist.is_available() and dist.is_initialized()
+    if len(layouts) < _WORTH_PROCESSES and not is_rank:
+        yield from (_estimate(job, layout) for layout in layouts)
+        return
     count = max(1, min(len(layouts), len(os.sched_getaffinity(0)), _AT_MOST))
     own = threading.local()
     with ExitStack() as started, ThreadPoolExecutor(count) as threads:
 
         def estimate(layout: Layout) -> DryRunEstimate | ValueError:
             if not hasattr(own, "worker"):
-                own.worker = started.enter_context(Worker())
-            worker: Worker = own.worker
-            return worker.estimate(job, layout)
+                own.worker = started.enter_context(_worker())
+            done: DryRunEstimate | ValueError = own.worker(job, layout)
+            return done
 
         yield from threads.map(estimate, layouts)
 
 
-class Worker:
-    """A process that runs one dry run after another."""
+def _estimate(job: Job, layout: Layout) -> DryRunEstimate | ValueError:
+    try:
+        return estimate_in_process(job, layout)
+    except ValueError as error:  # without what cannot be sent to another process
+        return ValueError(str(error)).with_traceback(error.__traceback__)
 
-    def __enter__(self) -> Worker:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fourfold.planner.workers"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._asked, self._answers = self._process.stdin, self._process.stdout
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self._asked.close()
-        self._process.wait()
-        self._answers.close()
+@contextmanager
+def _worker() -> Iterator[Callable[[Job, Layout], DryRunEstimate | ValueError]]:
+    """`_estimate` in a process that runs one dry run after another."""
+    paths = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        [sys.executable, "-m", "fourfold.planner.workers"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+    ) as process:
+        asked, answers = process.stdin, process.stdout
+        assert asked is not None
+        assert answers is not None
 
-    def estimate(self, job: Job, layout: Layout) -> DryRunEstimate | ValueError:
-        """Run `estimate_in_process` in the worker."""
-        try:
-            pickle.dump((job, layout), self._asked)
-            self._asked.flush()
-            result: DryRunEstimate | ValueError | str = pickle.load(self._answers)
-        except (EOFError, BrokenPipeError):
-            raise RuntimeError(f"the process of the dry run of {layout} ended; see what it printed") from None
-        return ValueError(result) if isinstance(result, str) else result
+        def estimate(job: Job, layout: Layout) -> DryRunEstimate | ValueError:
+            try:
+                pickle.dump((job, layout), asked)
+                asked.flush()
+                result: DryRunEstimate | ValueError = pickle.load(answers)
+            except (EOFError, BrokenPipeError):
+                raise RuntimeError(
+                    f"the process of the dry run of {layout} ended; see what it printed"
+                ) from None
+            return result
+
+        yield estimate
 
 
 def main() -> None:
@@ -88,11 +95,7 @@ def main() -> None:
             given = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        try:
-            result: Any = estimate_in_process(*given)
-        except ValueError as error:
-            result = str(error)
-        pickle.dump(result, answers)
+        pickle.dump(_estimate(*given), answers)
         answers.flush()
 
 

@@ -9,10 +9,11 @@ from benchmarks import traffic
 from fourfold import Overlap
 from fourfold.dry_run.run import dryrun
 from fourfold.planner.cost.memory import memory
-from fourfold.planner.cost.step import Prices, estimate
+from fourfold.planner.cost.step import Prices
 from fourfold.planner.inputs.cluster import preset
 from fourfold.planner.inputs.layout import FOURFOLD, Layout
 from fourfold.planner.inputs.workload import Workload, from_config
+from tests.planner.cost.estimates import estimate
 from tests.planner.cost.test_collective import bare
 
 H100 = preset("dgx-h100")

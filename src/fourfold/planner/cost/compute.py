@@ -105,13 +105,12 @@ def attention_core_s(
 # -- single operators of a dry run ------------------------------------------------------------------------------------
 
 
-def operation_s(operation: Operation, cluster: Cluster, kernels: Kernels | None = None) -> float:
-    """Seconds of one operator of a dry run: measured on the cluster where available, else computed with ``kernels``.
+def operation_s(operation: Operation, cluster: Cluster) -> float:
+    """Seconds of one operator of a dry run: measured on the cluster where available, else computed.
 
     Every operator costs what eager PyTorch pays: its own kernel, at least one launch, and all bytes read and written.
     """
-    kernels = kernels or Kernels()
-    measured, device = cluster.measured, cluster.device
+    kernels, measured, device = Kernels(), cluster.measured, cluster.device
     if "empty" in operation.name:  # allocates memory and touches none of it
         return 0.0
     if operation.work == "matmul":

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from fourfold.mesh.axes import AXES
 from fourfold.planner.cost.block import Given, Pass, block_passes, ends_pass, together_s
@@ -52,6 +52,14 @@ class Estimate:
         return max(parts, key=parts.__getitem__)
 
 
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def _remembered(method: Callable[Concatenate[Any, P], T]) -> cached_property[Callable[P, T]]:
+    """A method that computes each result once for an object."""
+    return cached_property(lambda self: functools.cache(functools.partial(method, self)))
+
+
 @dataclass(frozen=True)
 class Prices:
     """The cost functions of one workload on one cluster, with cached results."""
@@ -63,15 +71,16 @@ class Prices:
     kernels: Kernels | None = None
     optimizer: Optimizer = "adamw"
 
-    @cached_property
-    def collective_s(self) -> Callable[[Kind, float, int, int], float]:
-        return functools.cache(functools.partial(collective_s, cluster=self.cluster))
+    @_remembered
+    def collective_s(self, kind: Kind, payload_bytes: float, ranks: int, inner_ranks: int) -> float:
+        return collective_s(kind, payload_bytes, ranks, inner_ranks, self.cluster)
 
-    @cached_property
-    def passes(self) -> Callable[..., tuple[Pass, Pass, Pass]]:
-        return functools.cache(self._passes)
+    @_remembered
+    def shard(self, y: int, x: int) -> ShardSizes:
+        return shard_of(self.workload, y, x)
 
-    def _passes(
+    @_remembered
+    def passes(
         self, tokens: float, y: int, x: int, activations: str = "replicated", keep_inputs: bool = True
     ) -> tuple[Pass, Pass, Pass]:
         """A block's forward, its backward, and embedding, head and loss."""
@@ -83,24 +92,14 @@ class Prices:
         given = Given(tokens, y, x, *timing, send, activations == "token-sharded", keep_inputs)
         return *block_passes(self.workload, self.length, given), ends_pass(self.workload, given)
 
-    @cached_property
-    def shard(self) -> Callable[[int, int], ShardSizes]:
-        return functools.cache(functools.partial(shard_of, self.workload))
-
     def memory(self, layout: Layout, tokens: float) -> Memory:
         shard = self.shard(layout.y, layout.x)
         return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes, self.optimizer)
 
-    def optimizer_time(self, layout: Layout) -> OptimizerTime:
-        """The optimizer's step, clipping included."""
-        # Nothing else of the layout matters.
-        return self._optimizer_time(Layout(layout.data, layout.z, layout.y, layout.x))
-
-    @cached_property
-    def _optimizer_time(self) -> Callable[[Layout], OptimizerTime]:
-        return functools.cache(self._uncached_optimizer_time)
-
-    def _uncached_optimizer_time(self, layout: Layout) -> OptimizerTime:
+    @_remembered
+    def optimizer_time(self, data: int, z: int, y: int, x: int) -> OptimizerTime:
+        """The optimizer's step on a grid, clipping included."""
+        layout = Layout(data, z, y, x)
         w, shard, device = self.workload, self.shard(layout.y, layout.x), self.cluster.device
         over = layout.z * (layout.data if self.schedule.optimizer_over_data else 1)
         stored = (w.layers * shard.block + shard.outside) / over
@@ -116,46 +115,29 @@ class Prices:
         return global_batch_sequences / (layout.data * layout.z * layout.micro_batches) * self.length
 
 
-def estimate(
-    workload: Workload,
-    layout: Layout,
-    cluster: Cluster,
-    global_batch_sequences: int,
-    length: int,
-    schedule: Schedule = FOURFOLD,
-    kernels: Kernels | None = None,
-    optimizer: Optimizer = "adamw",
-) -> Estimate:
-    """Time and memory of one step of this layout.
-
-    Example:
-        >>> from fourfold.planner.inputs.cluster import preset
-        >>> llama = Workload("8b", 4096, 14336, 32, 32, 8, 128, 128256)
-        >>> alone = estimate(llama, Layout(1, 8, 1, 1), preset("dgx-h100"), 16, 8192)
-        >>> wide = estimate(llama, Layout(1, 1, 1, 8), preset("dgx-h100"), 16, 8192)
-        >>> alone.step_s < wide.step_s  # eight sequences leave enough work to hide the weights of 8B
-        True
-    """
-    prices = Prices(workload, cluster, length, schedule, kernels, optimizer)
-    return estimate_with(prices, layout, global_batch_sequences)
-
-
 def estimate_with(
     prices: Prices, layout: Layout, global_batch_sequences: int, peak: Memory | None = None
 ) -> Estimate:
-    """The same for a search that keeps its prices and has computed the memory."""
+    """Time and memory of one step of this layout; ``peak`` is its memory, if that is known already.
+
+    Example:
+        >>> from fourfold.planner.inputs.cluster import preset
+        >>> prices = Prices(Workload("8b", 4096, 14336, 32, 32, 8, 128, 128256), preset("dgx-h100"), 8192)
+        >>> alone, wide = (estimate_with(prices, layout, 16) for layout in (Layout(1, 8, 1, 1), Layout(1, 1, 1, 8)))
+        >>> alone.step_s < wide.step_s  # eight sequences leave enough work to hide the weights of 8B
+        True
+    """
     w, device = prices.workload, prices.cluster.device
     tokens = prices.tokens_at_once(layout, global_batch_sequences)
     forward, backward, ends = prices.passes(
         tokens, layout.y, layout.x, layout.activations, layout.keep_inputs
     )
-    recomputed = layout.activation_checkpointing == "full"
-    again = forward if recomputed else None
+    again = forward if layout.is_recomputed else None
     shard = prices.shard(layout.y, layout.x)
-    weights = _weights(prices, layout, shard, forward, backward, recomputed)
+    weights_link_s, weights_exposed_s = _weights(prices, layout, shard, forward, backward)
 
     m, blocks = layout.micro_batches, w.layers
-    optimizer = prices.optimizer_time(layout)
+    optimizer = prices.optimizer_time(*layout.grid)
     compute_s = {
         "matmul": m * (blocks * (forward.matmul_s + backward.matmul_s) + ends.matmul_s),
         "attention": m * blocks * (forward.attention_s + backward.attention_s),
@@ -166,9 +148,9 @@ def estimate_with(
     }
     passes = [(blocks, forward), (blocks, backward), (1, ends), *([(blocks, again)] if again else [])]
     link_s = {axis: m * sum(n * p.link_s[axis] for n, p in passes) for axis in ("x", "y")}
-    link_s |= {"z": weights.link_z_s, "data": weights.link_data_s}
+    link_s |= weights_link_s
     exposed_s = {axis: m * sum(n * p.exposed_s[axis] for n, p in passes) for axis in ("x", "y")}
-    exposed_s |= {"z": weights.exposed_z_s, "data": weights.exposed_data_s}
+    exposed_s |= weights_exposed_s
     for axis, sent_s in optimizer.link_s.items():  # nothing hides it
         link_s[axis] += sent_s
         exposed_s[axis] += sent_s
@@ -186,8 +168,7 @@ def utilisation(
     if workload is None or device.spec_tflops is None:
         return None, None
     possible = step_s * layout.ranks * device.spec_tflops * 1e12
-    recomputed = layout.activation_checkpointing == "full"
-    hardware = workload.hardware_flops(tokens, length, recomputed=recomputed)
+    hardware = workload.hardware_flops(tokens, length, recomputed=layout.is_recomputed)
     return workload.model_flops(tokens, length) / possible, hardware / possible
 
 
@@ -230,16 +211,10 @@ def _traffic(prices: Prices, layout: Layout, shard: ShardSizes) -> _Traffic:
     return _Traffic(*each(shard.block, calls), *each(shard.outside, 2), calls)
 
 
-class _Weights(NamedTuple):
-    link_z_s: float
-    link_data_s: float
-    exposed_z_s: float
-    exposed_data_s: float
-
-
 def _weights(
-    prices: Prices, layout: Layout, shard: ShardSizes, forward: Pass, backward: Pass, recomputed: bool
-) -> _Weights:
+    prices: Prices, layout: Layout, shard: ShardSizes, forward: Pass, backward: Pass
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(link, exposed) seconds of weights and gradients, on z and on data."""
     schedule, slowdown = prices.schedule, prices.cluster.slowdown
     blocks, m = prices.workload.layers, layout.micro_batches
     sends = m if schedule.sends_every_micro_batch else 1  # micro-batches whose gradients are sent
@@ -253,7 +228,7 @@ def _weights(
 
     overlap_forward_s = _overlap_s(prices, layout, forward)
     overlap_backward_s = _overlap_s(prices, layout, backward)
-    if recomputed:
+    if layout.is_recomputed:
         overlap_backward_s += overlap_forward_s
 
     def shows(compute_s: float, communication_s: float) -> float:
@@ -283,7 +258,8 @@ def _weights(
     # The last of a block, and what is outside, have nothing left to overlap with: the embedding comes last.
     exposed_z += sends * (t.scatter_s / t.calls * schedule.hides_scatters + t.outside_scatter_s)
     exposed_data += sends * (t.data_s / t.calls + t.outside_data_s) * schedule.hides_data
-    return _Weights(link_z, link_data, min(exposed_z, link_z), min(exposed_data, link_data))
+    link_s = {"z": link_z, "data": link_data}
+    return link_s, {"z": min(exposed_z, link_z), "data": min(exposed_data, link_data)}
 
 
 def _leaves_node(prices: Prices, ranks: int, inner: int) -> bool:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from fourfold.mesh.axes import AXES
-from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, simulate_step, target_of
+from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, simulate_step
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Layout
-from fourfold.planner.perturb import changed, value_of
+from fourfold.planner.perturb import SECTIONS, changed, value_of
 from fourfold.planner.show.tables import seconds, signed
 from fourfold.planner.workers import estimate_by_dry_run
+from fourfold.text_tables import as_text, table
 
 _FURTHEST = 64.0  # times more or less than the cluster file says is looked at
 _SHOWN = 0.01  # of the step: smaller gaps are not explained
@@ -61,7 +57,18 @@ class Comparison:
     explanations: tuple[Explanation, ...]  # the best first; none if no value would do
 
     def __str__(self) -> str:
-        return _show(self)
+        run = self.run
+        predicted = {**self.predicted_s, "other": 0.0, "step": self.predicted_step_s}
+        other_s = max(0.0, run.step_s - sum(run.parts_s.values()))
+        measured = {**run.parts_s, "other": other_s, "step": run.step_s}
+        rows = []
+        for part, predicted_s in predicted.items():
+            gap_s = measured[part] - predicted_s
+            if predicted_s or measured[part]:
+                share = f"{gap_s / run.step_s:+.1%}"
+                rows.append((part, seconds(predicted_s), seconds(measured[part]), signed(gap_s), share))
+        headings = ("part of a step", "predicted", "measured", "gap", "of the step")
+        return as_text(110, table(f"{run.layout} on {self.cluster.name}", headings, rows), in_words(self))
 
 
 def read_run(path: str | Path) -> Run:
@@ -91,22 +98,28 @@ def read_run(path: str | Path) -> Run:
 
 def compare(run: Run, cluster: Cluster) -> Comparison:
     """Predict the run on the cluster, by simulation over its dry run."""
-    job = Job(run.model, run.sequences, run.length, target_of(cluster), run.precision)
+    job = Job(run.model, run.sequences, run.length, cluster.target, run.precision)
     return compare_estimate(run, estimate_by_dry_run(job, run.layout), cluster)
 
 
 def compare_estimate(run: Run, dry_run: DryRunEstimate, cluster: Cluster) -> Comparison:
-    predict = partial(parts_of, dry_run)
-    predicted = predict(cluster)
-    worst = max(predicted, key=lambda part: abs(run.parts_s[part] - predicted[part]))
+    predicted = parts_of(dry_run, cluster)
+    gaps_s = {part: run.parts_s[part] - predicted[part] for part in predicted}
+    worst = max(gaps_s, key=lambda part: abs(gaps_s[part]))
     explanations: list[Explanation] = []
-    if abs(run.parts_s[worst] - predicted[worst]) > _SHOWN * run.step_s:
-        for parameter, at in _parameters(cluster, worst):
-            found = _solve(predict, at, worst, run.parts_s[worst])
-            if found is not None:
-                left_s = sum(abs(run.parts_s[part] - s) for part, s in predict(at(found)).items())
-                now = value_of(cluster, parameter)
-                explanations.append(Explanation(parameter, now, now * found, left_s))
+    # Computation depends on the device, communication on links and library.
+    names = [name for name, of in SECTIONS.items() if (of == "device") == (worst == "compute")]
+    for name in names if abs(gaps_s[worst]) > _SHOWN * run.step_s else ():
+        now = value_of(cluster, name)
+
+        def gap_s(factor: float, name: str = name) -> float:
+            return parts_of(dry_run, changed(cluster, name, factor))[worst] - run.parts_s[worst]
+
+        factor = _solve(gap_s) if now > 0 else None
+        if factor is not None:
+            parts_s = parts_of(dry_run, changed(cluster, name, factor))
+            left_s = sum(abs(run.parts_s[part] - s) for part, s in parts_s.items())
+            explanations.append(Explanation(name, now, now * factor, left_s))
     explanations.sort(key=lambda e: e.left_s)
     return Comparison(run, cluster, sum(predicted.values()), predicted, worst, tuple(explanations))
 
@@ -120,62 +133,16 @@ def parts_of(dry_run: DryRunEstimate, cluster: Cluster) -> dict[str, float]:
     }
 
 
-# -- which number -----------------------------------------------------------------------------------------------------
-
-
-def _parameters(cluster: Cluster, part: str) -> list[tuple[str, Callable[[float], Cluster]]]:
-    """Numbers that a part depends on, each with the cluster in which it is multiplied by a factor."""
-    names = ["best_tflops", "memory_tbps", "launch_us"]
-    if part != "compute":
-        names = ["node_gbps", "device_gbps", "base_us", "net_hop_us"]
-    return [(name, partial(changed, cluster, name)) for name in names if value_of(cluster, name) > 0]
-
-
-def _solve(
-    predict: Callable[[Cluster], dict[str, float]],
-    at: Callable[[float], Cluster],
-    part: str,
-    wanted_s: float,
-) -> float | None:
-    """The factor at which a part takes as long as was measured, by bisection; None if none within reach does."""
-
-    def missing_s(factor: float) -> float:
-        return predict(at(factor))[part] - wanted_s
-
+def _solve(gap_s: Callable[[float], float]) -> float | None:
+    """The factor at which the gap is 0, by bisection; None if none within reach does it."""
     low, high = 1 / _FURTHEST, _FURTHEST
-    at_low = missing_s(low)
-    if at_low * missing_s(high) > 0:
+    at_low = gap_s(low)
+    if at_low * gap_s(high) > 0:
         return None
     for _ in range(20):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if missing_s(middle) * at_low > 0 else (low, middle)
+        low, high = (middle, high) if gap_s(middle) * at_low > 0 else (low, middle)
     return math.sqrt(low * high)
-
-
-# -- for reading ------------------------------------------------------------------------------------------------------
-
-
-def _show(seen: Comparison) -> str:
-    out = io.StringIO()
-    console = Console(file=out, width=110)
-    run = seen.run
-    table = Table(title=f"{run.layout} on {seen.cluster.name}", title_justify="left")
-    for heading in ("part of a step", "predicted", "measured", "gap", "of the step"):
-        table.add_column(heading, justify="left" if heading == "part of a step" else "right")
-    rows = {**seen.predicted_s, "other": 0.0}
-    measured = {**run.parts_s, "other": max(0.0, run.step_s - sum(run.parts_s.values()))}
-    for part, predicted_s in rows.items():
-        if predicted_s or measured[part]:
-            gap_s = measured[part] - predicted_s
-            style = "bold" if part == seen.worst else None
-            table.add_row(part, seconds(predicted_s), seconds(measured[part]), signed(gap_s), f"{gap_s / run.step_s:+.1%}",
-                          style=style)  # fmt: skip
-    gap_s = run.step_s - seen.predicted_step_s
-    table.add_row("step", seconds(seen.predicted_step_s), seconds(run.step_s), signed(gap_s), f"{gap_s / run.step_s:+.1%}",
-                  style="bold")  # fmt: skip
-    console.print(table)
-    console.print(in_words(seen), highlight=False)
-    return out.getvalue()
 
 
 def in_words(seen: Comparison) -> str:

@@ -6,20 +6,14 @@ The report is self-contained: no script, nothing from a network. Every shape sho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fourfold.planner.cost.step import Estimate
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.search import Plan
 from fourfold.planner.show.charts import COLOURS, bars, document, keys
 from fourfold.planner.show.tables import components, headings, percent, row_of, seconds
-from fourfold.planner.show.trace import TRACKS
-
-if TYPE_CHECKING:
-    from fourfold.planner.simulate import Simulated, Span
 
 _MEMORY_COLOURS = {
     "parameters": "#4c78a8",
@@ -30,21 +24,10 @@ _MEMORY_COLOURS = {
     "buffers": "#ff9da6",
     "logits": "#eeca3b",
 }
-_TRACK_COLOURS = {
-    "compute": "#4c78a8",
-    "wait": "#79706e",
-    "x": "#f58518",
-    "y": "#e45756",
-    "z": "#b279a2",
-    "data": "#ff9da6",
-}
 _SHOWN = 12
-_ZOOM = 40
 
 
-def write_page(
-    path: Path, plan: Plan, cluster: Cluster, title: str, timeline: Simulated | None = None
-) -> None:
+def write_page(path: Path, plan: Plan, cluster: Cluster, title: str) -> None:
     best = plan.ranked[:_SHOWN]
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -68,8 +51,6 @@ def write_page(
         "value is relative to the best step, a cross means that nothing fits or divides.</p>",
         _map(plan),
     ]
-    if timeline is not None:
-        parts += ["<h2>The predicted timeline of the best layout</h2>", _timeline(timeline)]
     if cluster.source:
         parts.append(f"<p class=note>{escape(cluster.name)}: {escape(cluster.source)}</p>")
     path.write_text(document(title, parts))
@@ -125,50 +106,3 @@ def _map(plan: Plan) -> str:
             )
     height = top + 12 + len(rows) * size / 2
     return f"<svg viewBox='0 0 {max(left + len(columns) * size, 700)} {height:.0f}'>{''.join(shapes)}</svg>"
-
-
-def _timeline(step: Simulated) -> str:
-    """The whole step, and its middle zoomed."""
-    middle_s, part_s = step.step_s / 2, step.step_s / _ZOOM
-    return (
-        _tracks(step.spans, 0.0, step.step_s)
-        + f"<p class=note>Zoomed: {seconds(part_s)} in the middle of it.</p>"
-        + _tracks(step.spans, middle_s - part_s / 2, middle_s + part_s / 2)
-    )
-
-
-def _tracks(spans: Sequence[Span], from_s: float, to_s: float) -> str:
-    used = [track for track in TRACKS if any(span.track == track for span in spans)]
-    left, width, height, ticks = 70, 980, 26, 5
-    bottom = 4 + height * len(used)
-    shapes = []
-    for i in range(ticks + 1):
-        x = left + width * i / ticks
-        anchor = "end" if i == ticks else "middle" if i else "start"
-        shapes.append(f"<line class=axis x1={x:.1f} x2={x:.1f} y1=0 y2={bottom} />")
-        at = seconds(from_s + (to_s - from_s) * i / ticks)
-        shapes.append(f"<text class=dim x={x:.1f} y={bottom + 14} text-anchor={anchor}>{at}</text>")
-    for i, track in enumerate(used):
-        y = 4 + i * height
-        shapes.append(f"<text x={left - 8} y={y + 15} text-anchor=end>{track}</text>")
-        seen = [s for s in spans if s.track == track and s.end_s > from_s and s.start_s < to_s]
-        for span in _merged(seen, (to_s - from_s) / 2000):
-            start_s, end_s = max(span.start_s, from_s), min(span.end_s, to_s)
-            x = left + (start_s - from_s) / (to_s - from_s) * width
-            long = (end_s - start_s) / (to_s - from_s) * width
-            shapes.append(
-                f"<rect x={x:.1f} y={y} width={max(long, 0.3):.2f} height={height - 6} fill='{_TRACK_COLOURS[track]}'>"
-                f"<title>{escape(span.name)}: {seconds(span.end_s - span.start_s)}</title></rect>"
-            )
-    return f"<svg viewBox='0 0 {left + width} {bottom + 20}'>{''.join(shapes)}</svg>"
-
-
-def _merged(spans: list[Span], gap_s: float) -> list[Span]:
-    """Neighbours too near to be told apart become one."""
-    out: list[Span] = []
-    for span in sorted(spans, key=lambda s: s.start_s):
-        if out and span.start_s - out[-1].end_s < gap_s:
-            out[-1] = replace(out[-1], end_s=max(out[-1].end_s, span.end_s))
-        else:
-            out.append(span)
-    return out

@@ -1,52 +1,48 @@
-"""A plan as text: the ranked table, why one layout beats another, the speedup of y, the cost of a budget of tokens."""
+"""A plan as text: the ranked table, why one layout beats another, single answers about it; and as JSON."""
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict
+from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from fourfold.mesh.axes import AXES
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.perturb import changed
+from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.search import Plan
+from fourfold.text_tables import as_text, table
 
 _WIDE = 170  # columns of a terminal from which on every figure has one
 
 
 def show_plan(plan: Plan, cluster: Cluster, title: str, rows: int = 10, width: int = 150) -> str:
     """The fastest layouts, and why the others are not there."""
-    out = io.StringIO()
-    console = Console(file=out, width=width, highlight=False)
     shown = plan.ranked[:rows]
     is_wide = width >= _WIDE
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings(plan, is_wide, any(e.is_simulated for e in shown)):
+    with_simulated = any(e.is_simulated for e in shown)
+    ranked = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings(plan, is_wide, with_simulated):
         is_text = heading in ("layout", "layout (data, z, y, x)", "limited by")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+        ranked.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for place, estimate in enumerate(shown, 1):
-        table.add_row(str(place), *row_of(estimate, plan, is_wide, any(e.is_simulated for e in shown)))
-    console.print(f"[bold]{title}[/bold]: predictions, no device has run this")
-    console.print(table)
+        ranked.add_row(str(place), *row_of(estimate, plan, is_wide, with_simulated))
+    notes = []
     if not is_wide:
-        console.print(
+        notes.append(
             "layout: data,z,y,x; m4: 4 micro-batches; T: token-sharded activations, t: with inputs gathered again; "
             "R: activations recomputed; K: weights kept"
         )
-    console.print(f"{len(plan.ranked)} of {plan.considered} layouts can run on {plan.ranks} ranks.")
+    notes.append(f"{len(plan.ranked)} of {plan.considered} layouts can run on {plan.ranks} ranks.")
     for reason, count in Counter(_kind_of(r.reason) for r in plan.rejected).most_common(6):
         example = next(r for r in plan.rejected if _kind_of(r.reason) == reason)
-        console.print(f"  {count} cannot: {reason}. {example.layout}: {example.reason}")
+        notes.append(f"  {count} cannot: {reason}. {example.layout}: {example.reason}")
     if cluster.assumed:
-        console.print(f"No source gave {', '.join(cluster.assumed)} of {cluster.name}: defaults were taken.")
-    for note in plan.notes:
-        console.print(note)
-    return out.getvalue()
+        notes.append(f"No source gave {', '.join(cluster.assumed)} of {cluster.name}: defaults were taken.")
+    return as_text(width, f"{title}: predictions, no device has run this", ranked, *notes, *plan.notes)
 
 
 def headings(plan: Plan, is_wide: bool, with_simulated: bool) -> list[str]:
@@ -76,31 +72,26 @@ def row_of(estimate: Estimate, plan: Plan, is_wide: bool = True, with_simulated:
 
 def explain(a: Estimate, b: Estimate) -> str:
     """Why one layout is faster than another, component by component."""
-    out = io.StringIO()
-    console = Console(file=out, width=130)
-    table = Table(title=f"A {a.layout}\nB {b.layout}", title_justify="left")
-    for heading in ("component", "A", "B", "B - A"):
-        table.add_column(heading, justify="left" if heading == "component" else "right")
     parts_a, parts_b = components(a), components(b)
-    for name in sorted(parts_a, key=lambda n: -abs(parts_b[n] - parts_a[n])):
-        if parts_a[name] or parts_b[name]:
-            table.add_row(
-                name, seconds(parts_a[name]), seconds(parts_b[name]), signed(parts_b[name] - parts_a[name])
-            )
-    table.add_row("step", seconds(a.step_s), seconds(b.step_s), signed(b.step_s - a.step_s), style="bold")
-    console.print(table)
+    gaps_s = {name: parts_b[name] - parts_a[name] for name in parts_a}
+    shown = [name for name in gaps_s if parts_a[name] or parts_b[name]]
+    rows = [
+        (name, seconds(parts_a[name]), seconds(parts_b[name]), signed(gaps_s[name]))
+        for name in sorted(shown, key=lambda name: -abs(gaps_s[name]))
+    ]
     gap_s = b.step_s - a.step_s
-    most = max(parts_a, key=lambda n: (parts_b[n] - parts_a[n]) * (1 if gap_s >= 0 else -1))
+    rows.append(("step", seconds(a.step_s), seconds(b.step_s), signed(gap_s)))
+    most = max(gaps_s, key=lambda name: gaps_s[name] * (1 if gap_s >= 0 else -1))
     winner, loser = ("A", "B") if gap_s >= 0 else ("B", "A")
-    console.print(
+    words = [
         f"{winner} is {max(a.step_s, b.step_s) / min(a.step_s, b.step_s):.2f} x faster than {loser}, most of it in {most}; "
         f"memory {a.memory.total_bytes / 2**30:.1f} and {b.memory.total_bytes / 2**30:.1f} GiB."
-    )
+    ]
     if a.is_simulated != b.is_simulated:
-        console.print(
+        words.append(
             "One is simulated and the other by formula: simulate more layouts to compare them by one measure."
         )
-    return out.getvalue()
+    return as_text(130, table(f"A {a.layout}\nB {b.layout}", ("component", "A", "B", "B - A"), rows), *words)
 
 
 def components(estimate: Estimate) -> dict[str, float]:
@@ -108,57 +99,29 @@ def components(estimate: Estimate) -> dict[str, float]:
     return {**estimate.compute_s, **{f"exposed {axis}": estimate.exposed_s[axis] for axis in reversed(AXES)}}
 
 
-def y_speedup(plan: Plan) -> str:
-    """The speedup of the second tensor axis, if any."""
-    best, without = plan.best, plan.best_without_y()
-    if without is None:
-        return f"No layout with y = 1 can run; the best has y = {best.layout.y}."
-    if best.layout.y == 1:
-        other = next((e for e in plan.ranked if e.layout.y > 1), None)
-        if other is None:
-            return "The best layout has y = 1, and none with y > 1 can run."
-        return f"The best layout has y = 1; the best with y > 1, {other.layout}, takes {other.step_s / best.step_s:.3f} x as long."
-    return (
-        f"y = {best.layout.y} earns its place: the best layout without it, {without.layout}, takes "
-        f"{without.step_s / best.step_s:.3f} x as long."
-    )
-
-
-def sequence_parallel_speedup(plan: Plan) -> str:
-    """The speedup of token-sharded activations, if any; empty where only one kind was tried."""
+def speedups(plan: Plan) -> list[str]:
+    """What the second tensor axis is worth, and token-sharded activations where both kinds were tried."""
     best = plan.best
+    y = best.layout.y
+    without_y = next((e for e in plan.ranked if (e.layout.y > 1) != (y > 1)), None)
+    if without_y is None:
+        none = "The best layout has y = 1, and none with y > 1 can run."
+        said = [none if y == 1 else f"No layout with y = 1 can run; the best has y = {y}."]
+    elif y == 1:
+        said = [f"The best layout has y = 1; the best with y > 1, {_slower(without_y, best)}"]
+    else:
+        said = [f"y = {y} earns its place: the best layout without it, {_slower(without_y, best)}"]
     other = next((e for e in plan.ranked if e.layout.by_tokens != best.layout.by_tokens), None)
-    if other is None:
-        return ""
-    slower = f"{other.step_s / best.step_s:.3f} x as long"
-    if best.layout.by_tokens:
-        return f"Token-sharded activations earn their place: the best without them, {other.layout}, takes {slower}."
-    return f"The best layout has replicated activations; the best with token-sharded ones, {other.layout}, takes {slower}."
+    if other is not None:
+        kinds = "The best layout has replicated activations; the best with token-sharded ones"
+        if best.layout.by_tokens:
+            kinds = "Token-sharded activations earn their place: the best without them"
+        said.append(f"{kinds}, {_slower(other, best)}")
+    return said
 
 
-def rate_that_hides(
-    prices: Prices, layout: Estimate, global_batch_sequences: int, *, shown: float = 0.02
-) -> tuple[float, float] | None:
-    """(node GB/s, device GB/s) at which exposed time is below ``shown`` of the step; None if no rate does it.
-
-    Both kinds of links are made faster by the same factor; latencies stay.
-    """
-    links = prices.cluster.links
-
-    def exposed_share(factor: float) -> float:
-        cluster = changed(changed(prices.cluster, "node_gbps", factor), "device_gbps", factor)
-        estimate = estimate_with(replace(prices, cluster=cluster), layout.layout, global_batch_sequences)
-        return sum(estimate.exposed_s.values()) / estimate.step_s
-
-    low, high = 1.0, 1024.0
-    if exposed_share(low) <= shown:
-        return links.node_gbps, links.device_gbps
-    if exposed_share(high) > shown:
-        return None
-    for _ in range(30):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if exposed_share(middle) <= shown else (middle, high)
-    return links.node_gbps * high, links.device_gbps * high
+def _slower(other: Estimate, best: Estimate) -> str:
+    return f"{other.layout}, takes {other.step_s / best.step_s:.3f} x as long."
 
 
 def budget(
@@ -173,6 +136,39 @@ def budget(
     if watts is not None:
         words.append(f"{device_hours * watts / 1e6:,.1f} MWh at {watts:g} W a device")
     return "; ".join(words)
+
+
+def pick_layout(text: str, plan: Plan, prices: Prices, sequences: int) -> Estimate:
+    """A layout by its row in the table, or by its grid."""
+    if text.isdigit():
+        row = int(text)
+        if not 1 <= row <= len(plan.ranked):
+            raise ValueError(f"there is no layout number {row}; the table has 1 to {len(plan.ranked)}")
+        return plan.ranked[row - 1]
+    try:
+        data, z, y, x = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a layout; give its number in the table, or DATA,Z,Y,X") from None
+    found = next((e for e in plan.ranked if e.layout.grid == (data, z, y, x)), None)
+    if found is not None:
+        return found
+    reason = next((r.reason for r in plan.rejected if r.layout.grid == (data, z, y, x)), None)
+    if reason is None:
+        raise ValueError(f"{text} is not a grid of {plan.ranks} ranks; the product has to be {plan.ranks}")
+    print(f"{text} cannot run: {reason}")
+    return estimate_with(prices, Layout(data, z, y, x, activation_checkpointing="full"), sequences)
+
+
+def as_json(plan: Plan, title: str) -> dict[str, Any]:
+    """All estimates of a plan."""
+    return {
+        "title": title,
+        "memory_limit_bytes": plan.memory_limit_bytes,
+        "considered": plan.considered,
+        "notes": plan.notes,
+        "ranked": [{**asdict(e), "limited_by": e.limited_by} for e in plan.ranked],
+        "rejected": [asdict(r) for r in plan.rejected],
+    }
 
 
 def _kind_of(reason: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fourfold.mesh.axes import AXES
+
 if TYPE_CHECKING:
     from fourfold.planner.simulate import Simulated
-
-TRACKS = ("compute", "wait", "x", "y", "z", "data")
 
 
 def chrome_trace(step: Simulated, title: str) -> dict[str, Any]:
@@ -15,11 +15,15 @@ def chrome_trace(step: Simulated, title: str) -> dict[str, Any]:
 
     Example:
         >>> from fourfold.planner.simulate import Simulated, Span
-        >>> step = Simulated(2.0, 1.0, {}, {}, {}, (Span("z", "all_gather w", 0.5, 1.5),))
+        >>> step = Simulated(2.0, 1.0, {}, {}, (Span("z", "all_gather w", 0.5, 1.5),))
         >>> chrome_trace(step, "a step")["traceEvents"][-1]["dur"]
         1000000.0
     """
-    used = [track for track in TRACKS if any(span.track == track for span in step.spans)]
+    used = [
+        track
+        for track in ("compute", "wait", *reversed(AXES))
+        if any(span.track == track for span in step.spans)
+    ]
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"{title}: predicted"}}
     ]
@@ -28,15 +32,7 @@ def chrome_trace(step: Simulated, title: str) -> dict[str, Any]:
         events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}})
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": number, "args": {"sort_index": number}})  # fmt: skip
     for span in step.spans:
-        events.append(
-            {
-                "ph": "X",
-                "cat": span.track,
-                "name": span.name,
-                "pid": 1,
-                "tid": used.index(span.track),
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-            }
-        )
+        times = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
+        track = {"cat": span.track, "pid": 1, "tid": used.index(span.track)}
+        events.append({"ph": "X", "name": span.name, **track, **times})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -10,7 +10,6 @@ from typing import Any
 
 from fourfold import files
 from fourfold.mesh.axes import AXES
-from fourfold.planner.dry_run_estimate import target_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.show.compare import Comparison, Run, compare
@@ -121,7 +120,7 @@ def compare_with_prediction(
     )
     try:
         machines = clusters.load(cluster)
-        if (target_of(machines) == "cpu") != (metadata["device"] == "CPU"):
+        if (machines.target == "cpu") != (metadata["device"] == "CPU"):
             return f"It ran on {metadata['device']}, and {machines.name} has {machines.device.name}: there is nothing to compare."
         return compare(run, machines)
     except (ValueError, OSError, RuntimeError) as error:
