@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -84,7 +84,7 @@ def fit_links(
         Parameter("hop_us", hop * 1e6, 0.0, "us, each hop inside a node"),
         Parameter("net_hop_us", net_hop * 1e6, 0.0, "us, each hop between nodes"),
     ]
-    latencies_us = {p.name: p.value for p in parameters if p.name.endswith("_us")}
+    latencies_us: dict[str, Any] = {p.name: p.value for p in parameters if p.name.endswith("_us")}
     # One protocol for all sizes. These are measured rates, so the shares of a data sheet's rates are 1.
     fitted = replace(
         library,
