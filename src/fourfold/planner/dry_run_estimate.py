@@ -162,7 +162,7 @@ def as_estimate(
         compute_s,
         {axis: step.link_s.get(axis, 0.0) for axis in reversed(AXES)},
         {axis: step.exposed_s.get(axis, 0.0) for axis in reversed(AXES)},
-        Memory(*held_bytes, f"{event.phase} of {event.module or 'the model'}"),
+        Memory(*held_bytes, f"{event.phase} of {event.module or 'the model'}"),  # type: ignore[call-arg]
         tokens / step.step_s,
         *utilisation(workload, layout, cluster.device, tokens, job.length, step.step_s),
         is_simulated=True,

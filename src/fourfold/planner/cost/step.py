@@ -52,7 +52,8 @@ class Estimate:
         return max(parts, key=parts.__getitem__)
 
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _remembered(method: Callable[Concatenate[Any, P], T]) -> cached_property[Callable[P, T]]:

@@ -33,6 +33,6 @@ def chrome_trace(step: Simulated, title: str) -> dict[str, Any]:
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": number, "args": {"sort_index": number}})  # fmt: skip
     for span in step.spans:
         times = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
-        track = {"cat": span.track, "pid": 1, "tid": used.index(span.track)}
-        events.append({"ph": "X", "name": span.name, **track, **times})
+        place = {"cat": span.track, "pid": 1, "tid": used.index(span.track)}
+        events.append({"ph": "X", "name": span.name, **place, **times})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
