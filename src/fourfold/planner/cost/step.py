@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 def _remembered(method: Callable[Concatenate[Any, P], T]) -> cached_property[Callable[P, T]]:
     """A method that computes each result once for an object."""
-    return cached_property(lambda self: functools.cache(functools.partial(method, self)))
+    return cached_property(lambda self: functools.cache(functools.partial(method, self)))  # type: ignore[arg-type, return-value]
 
 
 @dataclass(frozen=True)
