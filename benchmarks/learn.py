@@ -99,6 +99,7 @@ def write_run(folder: Path, options: argparse.Namespace) -> Path:
         "checkpoints": {"folder": folder / "checkpoints", "every_steps": options.steps},
         "evaluation": {"sequences": 64, "every_steps": options.steps},
         "logging": {"every_steps": 1},
+        "reliability": {"skip_bad_steps": False},  # stock PyTorch does not skip any
     }
     file = folder / "run.toml"
     file.write_text(to_toml(sections))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fourfold.config.schema import RunConfig
 from fourfold.data.manifest import Split
 from fourfold.data.mixture import Mixture, open_mixture
-from fourfold.train.loop.schedule import learning_rate_factor
+from fourfold.train.loop.optimizers import learning_rate_factor
 
 
 class Stock:

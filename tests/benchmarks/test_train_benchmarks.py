@@ -13,7 +13,7 @@ SMALL = ["--hidden", "64", "--layers", "1", "--length", "64", "--vocabulary", "4
 
 def test_a_small_run_learns_the_same_on_a_grid_and_writes(capsys: pytest.CaptureFixture[str]) -> None:
     assert learn.main([*SMALL, "--steps", "240", "--grids", "1,1,2,1"]) == 0
-    assert "the exported model writes: 'def __init__(self" in capsys.readouterr().out
+    assert "the exported model generates: 'def __init__(self" in capsys.readouterr().out
 
 
 def test_curves_that_part_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,7 +21,7 @@ def test_curves_that_part_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
     assert learn.report({"one": same, "other": {1: 5.04, 2: 4.0}}, {})
     assert not learn.report({"one": same, "other": {1: 5.06, 2: 4.0}}, {})
     assert not learn.report({"one": same, "other": {1: 5.0, 2: 4.0, 3: 3.0}}, {})
-    assert "furthest apart: 1.20e-02 at step 1" in capsys.readouterr().out
+    assert "largest difference: 1.20e-02 at step 1" in capsys.readouterr().out
 
 
 def test_the_quick_start_word_by_word(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,5 +41,5 @@ def test_throughput_is_measured_in_turns(capsys: pytest.CaptureFixture[str]) -> 
         re.findall(rf"([0-9.]+) \(threshold {bar}\)", said) for bar in (throughput.RATE, throughput.SAVING)
     )
     assert code == int(float(rate) < throughput.RATE or float(cost) > throughput.SAVING)
-    assert "40 steps each, in turns" in said
+    assert "40 steps each, alternating" in said
     assert "2 saves" in said

@@ -11,7 +11,7 @@ from fourfold.config import run_file
 from fourfold.config.describe import SIZES, reference, starting_file
 from fourfold.config.run_file import ConfigError
 from fourfold.config.schema import RunConfig, ScheduleSection
-from fourfold.train.loop.schedule import learning_rate_factor
+from fourfold.train.loop.optimizers import learning_rate_factor
 
 MINIMAL = {"model": {"config": "config.json"}, "data": {"sources": [{"path": "text"}]}}
 

@@ -126,6 +126,15 @@ def test_a_dry_run_raises_the_errors_of_the_real_start(shape, sequences, words):
         dryrun(config(), shape, sequences=sequences, length=32)
 
 
+def test_the_command_shows_the_role_of_each_module(tmp_path, capsys):
+    config(num_hidden_layers=2).save_pretrained(tmp_path)
+    words = ["dryrun", str(tmp_path), "--grid", "1,2,1,2", "--sequences", "4", "--length", "16"]
+    assert main([*words, "--roles"]) == 0
+    said = capsys.readouterr().out
+    assert "model.layers.*.self_attn.q_proj" in said
+    assert "this rank stores" in said
+
+
 def test_the_command_says_what_was_decided_and_what_has_no_effect(tmp_path, capsys):
     """A plan's choice can be dry-run: inputs that come again, and weights that stay."""
     config(num_hidden_layers=2, hidden_size=512, intermediate_size=1024).save_pretrained(tmp_path)

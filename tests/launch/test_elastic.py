@@ -19,7 +19,7 @@ from fourfold.config.schema import RunConfig
 from fourfold.mesh.rendezvous import keep_ranks
 from fourfold.planner.inputs.cluster import preset, to_toml
 from fourfold.train.auto_layout import layout_of_checkpoint, resume_or_choose_layout
-from fourfold.train.resilience.idle import tell_idle, wait_idle
+from fourfold.train.run import tell_idle, wait_idle
 from tests import elastic_rank
 from tests.training import write_run
 

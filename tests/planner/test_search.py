@@ -95,11 +95,3 @@ def test_more_reserve_never_adds_layouts():
     fewer = search(Prices(LARGE, CLUSTER, 4096), 64, 128, reserve=0.5)
     more = search(Prices(LARGE, CLUSTER, 4096), 64, 128, reserve=0.0)
     assert len(fewer.ranked) <= len(more.ranked)
-
-
-def test_the_best_without_y_has_no_y_and_is_no_faster():
-    plan = search(Prices(LARGE, CLUSTER, 4096), 64, 64)
-    without = plan.best_without_y()
-    assert without is not None
-    assert without.layout.y == 1
-    assert plan.best.step_s <= without.step_s

@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     result = calibrate(options.name or options.out.stem, budget_s=60 * options.minutes)
     if result is not None:
         options.out.write_text(as_file(result))
-        show(result)
-        print(f"wrote {options.out}: fourfold plan MODEL --cluster {options.out} ...", flush=True)
+        print(
+            f"{show(result)}wrote {options.out}: fourfold plan MODEL --cluster {options.out} ...", flush=True
+        )
     return 0

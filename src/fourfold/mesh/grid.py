@@ -90,7 +90,9 @@ class Grid:
 
     def coordinate(self, axis: Axis | None) -> int:
         """This rank's coordinate along an axis; 0 if the axis is None."""
-        return 0 if axis is None else self.mesh.get_local_rank(axis)
+        # Unlike `get_local_rank`, this is known without process groups: a dry run's are gone when its report is printed.
+        place = self.mesh.get_coordinate()
+        return 0 if axis is None or place is None else place[AXES.index(axis)]
 
     # -- the batch: split over data and z, the same on all x and y ranks ------------------------------------------
 

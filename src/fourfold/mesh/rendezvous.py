@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,13 +39,7 @@ def join_world(device_type: str | None = None, timeout_s: float = 600.0) -> None
     if is_rank():
         start_process_group(device, timeout_s)
         return
-    dist.init_process_group(
-        _backend(device),
-        store=HashStore(),
-        rank=0,
-        world_size=1,
-        device_id=device if device.type == "cuda" else None,
-    )
+    _init_process_group(device, store=HashStore(), rank=0, world_size=1)
 
 
 def keep_ranks(ranks: int, timeout_s: float = 600.0) -> tuple[PrefixStore, bool]:
@@ -59,19 +54,14 @@ def keep_ranks(ranks: int, timeout_s: float = 600.0) -> tuple[PrefixStore, bool]
     if rank >= ranks:
         return store, False
     os.environ["WORLD_SIZE"] = str(ranks)
-    dist.init_process_group(
-        _backend(device),
-        timeout=timedelta(seconds=timeout_s),
-        store=PrefixStore("world", store),
-        rank=rank,
-        world_size=ranks,
-        device_id=device if device.type == "cuda" else None,
-    )
+    timeout, world = timedelta(seconds=timeout_s), PrefixStore("world", store)
+    _init_process_group(device, timeout=timeout, store=world, rank=rank, world_size=ranks)
     return store, True
 
 
-def _backend(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+def _init_process_group(device: torch.device, **options: Any) -> None:
+    is_cuda = device.type == "cuda"
+    dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None, **options)
 
 
 def start_process_group(device: torch.device, timeout_s: float) -> None:
@@ -91,17 +81,14 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
             # Every rank derives the same port from the job id; two jobs on a node rarely get the same one.
             os.environ["MASTER_PORT"] = str(20000 + int(_slurm("SLURM_JOB_ID")) % 20000)
     timeout = timedelta(seconds=timeout_s)
-    device_id = device if device.type == "cuda" else None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or FRESH_STORE in os.environ:
-        dist.init_process_group(_backend(device), timeout=timeout, device_id=device_id)
+        _init_process_group(device, timeout=timeout)
         return
     # torchrun keeps its store across restarts (2.13.0), including the addresses of ranks that died.
     store, rank, ranks = next(rendezvous("env://", timeout=timeout))
     store = PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group(
-        _backend(device), timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id
-    )
+    _init_process_group(device, timeout=timeout, store=store, rank=rank, world_size=ranks)
 
 
 def _slurm(*names: str) -> str:

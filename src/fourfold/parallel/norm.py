@@ -48,12 +48,12 @@ class Norm4D(nn.Module):
                 f"{self.name} expects {expected} features on each rank (its {self.features} over "
                 f"{self.axis}={self.grid.size(self.axis)}), got {x.shape[-1]}; use {self.axis}=1"
             )
-        weight, bias = (None if self._parameters[k] is None else self._local(k) for k in ("weight", "bias"))
+        weight, bias = (
+            None if self._parameters[key] is None else read_weight(self, key, self._gradient_axes)
+            for key in ("weight", "bias")
+        )
         out = self.formula.apply(x, self.features, weight, bias, self._total)
         return out if self._tokens is None else self._tokens.to_batch_shape(out)
-
-    def _local(self, key: str) -> Tensor:
-        return read_weight(self, key, self._gradient_axes)
 
     def _total(self, part: Tensor) -> Tensor:
         return sum_both(part, self.grid.collectives, self.axis, "norm", self.name)

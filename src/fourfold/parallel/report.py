@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-
-from rich.console import Console
-from rich.table import Table
 
 from fourfold.hf.parameter_layout import ParameterLayout, describe
 from fourfold.hf.roles import Role
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.options import Activations, Options
 from fourfold.parallel.replace_modules import Replaced
+from fourfold.text_tables import as_text, table
 from fourfold.weights.api import Weights
 from fourfold.weights.overlap import STREAMED_OPTIONS, TOKEN_SHARDED_OPTIONS
 
@@ -56,13 +54,8 @@ class Report:
 
     def local_parameters(self) -> int:
         """The number of parameters that this rank stores."""
-        total = 0
-        for layout in self.layouts.values():
-            size = 1
-            for piece in layout.shard(self.grid):
-                size *= piece.stop - piece.start
-            total += size
-        return total
+        shards = (layout.shard(self.grid) for layout in self.layouts.values())
+        return sum(math.prod(piece.stop - piece.start for piece in shard) for shard in shards)
 
     def with_unused(self, unused: set[str]) -> Report:
         """A copy with a note about the tensors of a checkpoint that the model does not have."""
@@ -77,17 +70,12 @@ class Report:
         for row in self.rows:
             key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.module), row.role, row.placement, row.why)
             groups[key] = groups.get(key, 0) + 1
-        table = Table(title=f"{self.model} on {self.grid}", title_justify="left")
-        for heading in ("module", "times", "role", "parameters", "why"):
-            table.add_column(heading, justify="right" if heading == "times" else "left")
-        for (module, role, placement, why), count in groups.items():
-            table.add_row(module, str(count), role, placement, why)
-        out = io.StringIO()
-        Console(file=out, width=140).print(table)
-        for note in self.notes:
-            out.write(f"{note}\n")
-        out.write(f"this rank stores {self.local_parameters():,} parameters\n")
-        return out.getvalue()
+        rows = [(module, str(count), *others) for (module, *others), count in groups.items()]
+        modules = table(
+            f"{self.model} on {self.grid}", ("module", "times", "role", "parameters", "why"), rows
+        )
+        stored = f"this rank stores {self.local_parameters():,} parameters\n"
+        return as_text(140, modules) + "\n".join((*self.notes, stored))
 
 
 def compose_report(

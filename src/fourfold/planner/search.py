@@ -50,10 +50,6 @@ class Plan:
             )
         return self.ranked[0]
 
-    def best_without_y(self) -> Estimate | None:
-        """The fastest layout that FSDP, tensor and data parallelism can express, to compare y with."""
-        return next((e for e in self.ranked if e.layout.y == 1), None)
-
     def nearest_miss(self) -> Rejected:
         """The layout that exceeds the memory by the least; any other if none failed for memory."""
         over = [r for r in self.rejected if r.over_bytes > 0]

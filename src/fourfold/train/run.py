@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,9 +21,10 @@ from fourfold.train.callbacks import callbacks_of
 from fourfold.train.loop.trainer import Callback, Trainer
 from fourfold.train.recovery.stop import StopRequest, handling
 from fourfold.train.resilience.hang import LostRanks
-from fourfold.train.resilience.idle import tell_idle, wait_idle
 
 RECORDED = 2000  # collectives that the flight recorder keeps
+POLL_S = 1.0
+_ENDED = "ended"
 
 
 def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
@@ -89,3 +92,22 @@ def resolve_layout(run: RunConfig) -> RunConfig:
     if isinstance(chosen, str):
         raise ValueError(chosen)
     return chosen
+
+
+def tell_idle(store: Any, is_done: bool) -> None:
+    """Tell idle ranks that the run has ended; called on one rank of it."""
+    store.set(_ENDED, "done" if is_done else "stopped")
+
+
+def wait_idle(store: Any, rank: int, used: int) -> bool:
+    """Wait until the run ends, on a rank that the layout does not use; True if it has done all its steps.
+
+    Its host stays in the rendezvous, so that the next layout can use it. A request to stop ends this rank alone.
+    """
+    print(f"rank {rank} is idle: the layout uses {used} ranks", file=sys.stderr, flush=True)
+    stop = threading.Event()
+    with handling(lambda signum, frame: stop.set()):
+        while not stop.wait(POLL_S):
+            if store.check([_ENDED]):
+                return bool(store.get(_ENDED) == b"done")
+    return False

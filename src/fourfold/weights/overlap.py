@@ -49,13 +49,10 @@ class Overlap:
                 continue
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"Overlap({name}={value!r}) is not an integer of at least 0; use one")
-        if self.forward_chunks != "auto" and not isinstance(self.forward_chunks, int):
+        chunks = self.forward_chunks
+        if chunks != "auto" and (not isinstance(chunks, int) or chunks < 1):
             raise ValueError(
-                f"Overlap(forward_chunks={self.forward_chunks!r}) is not supported; use a number of chunks, or 'auto'"
-            )
-        if self.forward_chunks != "auto" and self.forward_chunks < 1:
-            raise ValueError(
-                f"Overlap(forward_chunks={self.forward_chunks}) is less than 1 chunk; use 1 for no split, or 'auto'"
+                f"Overlap(forward_chunks={chunks!r}) is not a number of at least 1; use 1 for no split, or 'auto'"
             )
         if self.interleave not in (True, False, "auto"):
             raise ValueError(

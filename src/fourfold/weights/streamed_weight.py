@@ -110,7 +110,7 @@ class StreamedWeight:
                 # The padding is at the end of the buffer, after the block.
                 self._block = self._flat[: math.prod(self._shape)].view(self._shape).detach()
         else:
-            self._resize(numel * self._flat.element_size())
+            self._flat.untyped_storage().resize_(numel * self._flat.element_size())
         self._gathered = True
         # Not `detach()`, which shares the version counter: to autograd, gathering does not change the block.
         return self._flat.data
@@ -123,13 +123,9 @@ class StreamedWeight:
     def release(self) -> None:
         self.arrive()
         if self._flat is not None and self._gathered:
-            self._resize(0)
+            self._flat.untyped_storage().resize_(0)
         self._gathered = False
         self.passes, self.is_read_elsewhere = 0, False
-
-    def _resize(self, size_bytes: int) -> None:
-        assert self._flat is not None
-        self._flat.untyped_storage().resize_(size_bytes)
 
     def block(self) -> Tensor:
         """The tensor that forward reads: a leaf, whose gradient `on_gradient` handles."""

@@ -19,8 +19,8 @@ from benchmarks.ranks import RankPool
 from fourfold.config.schema import RunConfig
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.observe.evaluate import Evaluation
+from fourfold.train.observe.meter import peak_by_name, peak_flops
 from fourfold.train.observe.metrics import read_metrics
-from fourfold.train.observe.mfu import peak_by_name, peak_flops
 from fourfold.train.observe.trackers import check_installed
 from tests.training import on, write_run
 from tests.watching import SlowRank, watch

@@ -19,8 +19,8 @@ from fourfold.checkpoint.folder import open_folder
 from fourfold.drill.fault import Fault
 from fourfold.drill.injector import Injector, flip_weight
 from fourfold.mesh.grid import Grid
+from fourfold.train.loop.optimizers import update
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
-from fourfold.train.loop.update import update
 from fourfold.train.resilience.bad_steps import AT_LEAST, BadSteps, SpikeDetector
 from fourfold.train.resilience.replica_check import ReplicaConsistencyCheck, minority
 from fourfold.train.resilience.stragglers import Stragglers

@@ -152,8 +152,8 @@ def test_a_stopped_rank_is_named_with_the_collective_at_which_it_did_not_arrive(
 ) -> None:
     """One of the trials of `benchmarks.faults`, which also bounds the time to a second; here the cores may be busy."""
     file = traced_run.write(tmp_path / "run")
-    number = next(n for n in itertools.count() if peers.drawn("stop", n)[1].at == "forward")
-    shape, fault = peers.drawn("stop", number)
+    number = next(n for n in itertools.count() if peers.random_fault("stop", n)[1].at == "forward")
+    shape, fault = peers.random_fault("stop", number)
     sequences = {shape: pool.run(peers.collective_order, 4, str(file), shape)}
     seen = peers.trial(pool, file, tmp_path / "hung", "stop", number, sequences)
     assert seen.wrong == ""
@@ -169,13 +169,13 @@ def test_a_stopped_rank_is_named_with_the_collective_at_which_it_did_not_arrive(
         re.sub(" of | for ", " of x.", words, count=1),
     ):
         (tmp_path / "hung/hang/summary.txt").write_text(wrong)
-        assert "the report says" in peers.find_damage(tmp_path / "hung", fault, shape, sequences[shape])
+        assert "the report says" in peers.wrong_with(tmp_path / "hung", fault, shape, sequences[shape])
 
 
 @pytest.mark.nightly
 def test_when_a_rank_is_killed_the_others_exit_at_once(pool: RankPool, tmp_path: Path) -> None:
     file = traced_run.write(tmp_path / "run")
-    _, fault = peers.drawn("kill", 0)
+    _, fault = peers.random_fault("kill", 0)
     # Before any timeout; the benchmark bounds it to a second.
     assert peers.trial(pool, file, tmp_path / "dead", "kill", 0, {}).longest_s < peers.TIMEOUT_S
     assert f"rank {fault.rank} never arrived" in (tmp_path / "dead/hang/summary.txt").read_text()

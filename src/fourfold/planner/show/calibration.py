@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from fourfold.planner.calibrate.calibrate import Calibration
 from fourfold.planner.inputs.cluster import to_toml
-from fourfold.text_tables import table
+from fourfold.text_tables import as_text, table
 
 
 def as_file(result: Calibration) -> str:
@@ -16,18 +14,16 @@ def as_file(result: Calibration) -> str:
     return "\n".join(lines) + "\n" + to_toml(result.cluster)
 
 
-def show(result: Calibration) -> None:
-    """Print the fitted parameters, and how far the formulas are from each measurement."""
-    console = Console(width=120)
+def show(result: Calibration) -> str:
+    """The fitted parameters, and how far the formulas are from each measurement."""
     title = f"{result.cluster.name}, measured in {result.seconds:.0f} s"
     rows = [(p.name, f"{p.value:.4g}", f"{p.spread:.2g}", p.unit) for p in result.parameters]
-    console.print(table(title, ("parameter", "fitted", "interquartile range", "unit"), rows))
+    fitted = table(title, ("parameter", "fitted", "interquartile range", "unit"), rows)
     title = "formulas with these parameters, compared with each measurement"
     rows = [
         (d.what, f"{d.measured_s * 1e3:.3f} ms", f"{d.formula_s * 1e3:.3f} ms", f"{d.error:+.0%}")
         for d in result.deviations
     ]
-    console.print(table(title, ("what", "measured", "formula", "off by"), rows))
-    console.print(
-        "A plan uses the measurements where there are any, and the formulas for other sizes and axes."
-    )
+    deviations = table(title, ("what", "measured", "formula", "off by"), rows)
+    use = "A plan uses the measurements where there are any, and the formulas for other sizes and axes."
+    return as_text(120, fitted, deviations, use)

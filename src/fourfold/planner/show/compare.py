@@ -19,6 +19,7 @@ from fourfold.planner.workers import estimate_by_dry_run
 from fourfold.text_tables import as_text, table
 
 _FURTHEST = 64.0  # times more or less than the cluster file says is looked at
+HEADINGS = ("part of a step", "predicted", "measured", "gap", "share of the step")
 _SHOWN = 0.01  # of the step: smaller gaps are not explained
 
 
@@ -56,19 +57,23 @@ class Comparison:
     worst: str
     explanations: tuple[Explanation, ...]  # the best first; none if no value would do
 
+    def parts(self) -> dict[str, tuple[float, float]]:
+        """The predicted and the measured seconds of each part that takes any; they add up to the step."""
+        other_s = max(0.0, self.run.step_s - sum(self.run.parts_s.values()))
+        found = {part: (self.predicted_s[part], s) for part, s in self.run.parts_s.items()}
+        return {part: both for part, both in {**found, "other": (0.0, other_s)}.items() if any(both)}
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells under `HEADINGS`."""
+        total = {"step": (self.predicted_step_s, self.run.step_s)}
+        return [
+            (part, seconds(a), seconds(b), signed(b - a), f"{(b - a) / self.run.step_s:+.1%}")
+            for part, (a, b) in (self.parts() | total).items()
+        ]
+
     def __str__(self) -> str:
-        run = self.run
-        predicted = {**self.predicted_s, "other": 0.0, "step": self.predicted_step_s}
-        other_s = max(0.0, run.step_s - sum(run.parts_s.values()))
-        measured = {**run.parts_s, "other": other_s, "step": run.step_s}
-        rows = []
-        for part, predicted_s in predicted.items():
-            gap_s = measured[part] - predicted_s
-            if predicted_s or measured[part]:
-                share = f"{gap_s / run.step_s:+.1%}"
-                rows.append((part, seconds(predicted_s), seconds(measured[part]), signed(gap_s), share))
-        headings = ("part of a step", "predicted", "measured", "gap", "of the step")
-        return as_text(110, table(f"{run.layout} on {self.cluster.name}", headings, rows), in_words(self))
+        title = f"{self.run.layout} on {self.cluster.name}"
+        return as_text(110, table(title, HEADINGS, self.rows()), in_words(self))
 
 
 def read_run(path: str | Path) -> Run:

@@ -34,10 +34,8 @@ from fourfold.optim.clip import clip_grad_norm_
 from fourfold.parallel.dropout import seed_ranks
 from fourfold.parallel.loss import count_labels
 from fourfold.train.loop.model import build_model
-from fourfold.train.loop.optimizers import build_optimizer
+from fourfold.train.loop.optimizers import build_optimizer, learning_rate_factor, update
 from fourfold.train.loop.packing import check_documents_stay_apart
-from fourfold.train.loop.schedule import learning_rate_factor
-from fourfold.train.loop.update import update
 from fourfold.train.recovery.replicas import SingleReplica
 from fourfold.train.recovery.rollback import Rollbacks
 from fourfold.train.recovery.stop import StopRequest

@@ -6,8 +6,8 @@ import atexit
 import math
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fourfold.mesh.axes import AXES, Axis
-from fourfold.planner.show.tables import seconds
+from fourfold.mesh.axes import AXES
+from fourfold.planner.show.charts import nice_ticks
 from fourfold.train.loop.trainer import Trainer
 from fourfold.train.observe.metrics import MetricsLogger
 from fourfold.train.observe.run_metadata import describe_run
@@ -82,42 +82,43 @@ class ConsoleLogger(MetricsLogger):
 
 @dataclass(frozen=True)
 class Column:
-    """A metric in the table. On a narrow terminal the columns with the highest ``drop_order`` are dropped first; 0: never."""
+    """A metric in the table and in a line. On a narrow terminal the columns with the highest ``drop_order`` go first; 0: never."""
 
     heading: str
     name: str
-    width: int
-    format: Callable[[dict[str, float]], str]
+    template: str
     drop_order: int = 0
 
+    @property
+    def width(self) -> int:
+        return max(len(self.heading), len(self.template.format_map(defaultdict(float))))
+
     def text(self, metrics: dict[str, float]) -> str:
-        return self.format(metrics) if self.name in metrics else ""
+        return self.template.format_map(metrics) if self.name in metrics else ""
 
 
-def columns_of(trainer: Trainer) -> list[Column]:
-    """The columns for this run."""
-    columns = [
-        Column("step", "step", len(f"{trainer.run.schedule.steps:,}") + 2, lambda f: f"{f['step']:,.0f}"),
-        Column("loss", "loss", 7, lambda f: f"{f['loss']:.4f}"),
-        Column("validation", "validation_loss", 10, lambda f: f"{f['validation_loss']:.4f}"),
-        Column("tokens/s", "tokens_per_s", 9, lambda f: f"{f['tokens_per_s']:,.0f}"),
-        Column("a step", "seconds", 8, lambda f: seconds(f["seconds"]), drop_order=3),
-        Column("MFU", "mfu", 6, lambda f: f"{f['mfu']:.1%}"),
-        Column("rate", "learning_rate", 8, lambda f: f"{f['learning_rate']:.2e}", drop_order=5),
-        Column("norm", "gradient_norm", 7, lambda f: f"{f['gradient_norm']:.3f}", drop_order=4),
-        Column("memory", "memory_bytes", 9, lambda f: f"{f['memory_bytes'] / 2**30:.2f} GiB", drop_order=6),
-    ]
-    if trainer.grid.device.type != "cuda":
-        columns = [column for column in columns if column.name != "mfu"]
-    for axis in reversed(AXES):
-        if trainer.grid.size(axis) > 1:
-            columns.append(Column(f"exposed {axis}", f"exposed_{axis}_s", 14, _exposed(axis), drop_order=2))
-    return columns
+COLUMNS = (
+    Column("loss", "loss", "{loss:7.4f}"),
+    Column("lr", "learning_rate", "{learning_rate:.3e}", drop_order=5),
+    Column("norm", "gradient_norm", "{gradient_norm:8.4f}", drop_order=4),
+    Column("tokens/s", "tokens_per_s", "{tokens_per_s:9,.0f}"),
+    Column("seconds", "seconds", "{seconds:.4f}", drop_order=3),
+    Column("mfu", "mfu", "{mfu:6.1%}"),
+    Column("memory", "memory_bytes", "{memory_gib:6.2f} GiB", drop_order=6),
+    *(
+        Column(f"exposed {axis}", f"exposed_{axis}_s", f"{{exposed_{axis}_s:.4f}} s {{share_{axis}:6.1%}}", 2)
+        for axis in reversed(AXES)
+    ),
+    Column("validation", "validation_loss", "{validation_loss:.4f}"),
+)
 
 
-def _exposed(axis: Axis) -> Callable[[dict[str, float]], str]:
-    name = f"exposed_{axis}_s"
-    return lambda f: f"{seconds(f[name])} {f[name] / f['seconds']:4.0%}"
+def _with_derived(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics with those that only people read."""
+    shares = {
+        f"share_{a}": metrics[n] / metrics["seconds"] for a in AXES if (n := f"exposed_{a}_s") in metrics
+    }
+    return metrics | shares | {"memory_gib": metrics.get("memory_bytes", 0.0) / 2**30}
 
 
 def columns_that_fit(columns: Sequence[Column], width: int) -> list[Column]:
@@ -131,35 +132,16 @@ def columns_that_fit(columns: Sequence[Column], width: int) -> list[Column]:
     return kept
 
 
-_LOGGED = {
-    "loss": "loss {:7.4f}",
-    "learning_rate": "lr {:.3e}",
-    "gradient_norm": "norm {:8.4f}",
-    "tokens_per_s": "tokens/s {:9,.0f}",
-    "seconds": "seconds {:.4f}",
-    "mfu": "mfu {:6.1%}",
-    "memory_gib": "memory {:6.2f} GiB",
-}
-
-
 def log_line(metrics: dict[str, float], steps: int, left_s: float) -> str:
     """All metrics in one line, each after its name and in a fixed column.
 
     Example:
         >>> log_line({"step": 7, "loss": 2.5, "seconds": 0.5, "tokens_per_s": 128, "exposed_x_s": 0.05}, 100, 47)
-        'step   7/100  loss  2.5000  tokens/s       128  seconds 0.5000  exposed x 0.0500 s  10.0%  left 47 s'
+        'step   7/100  left 47 s       loss  2.5000  tokens/s       128  seconds 0.5000  exposed x 0.0500 s  10.0%'
     """
-    f = metrics
-    if "memory_bytes" in f:
-        f = f | {"memory_gib": f["memory_bytes"] / 2**30}
-    words = [f"step {f['step']:{len(str(steps))}.0f}/{steps}"]
-    words += [template.format(f[name]) for name, template in _LOGGED.items() if name in f]
-    for axis in reversed(AXES):
-        if (name := f"exposed_{axis}_s") in f:
-            words.append(f"exposed {axis} {f[name]:.4f} s {f[name] / f['seconds']:6.1%}")
-    words.append(f"left {duration(left_s)}")
-    if "validation_loss" in f:
-        words.append(f"validation {f['validation_loss']:.4f}")
+    shown = _with_derived(metrics)
+    words = [f"step {shown['step']:{len(str(steps))}.0f}/{steps}", f"left {duration(left_s):10}"]
+    words += [f"{column.heading} {column.text(shown)}" for column in COLUMNS if column.name in shown]
     return "  ".join(words)
 
 
@@ -184,8 +166,7 @@ class _Screen:
 
     def __init__(self, console: Console, trainer: Trainer) -> None:
         self._console, self._steps = console, trainer.run.schedule.steps
-        self._columns = columns_of(trainer)
-        self._every = _round_up((self._steps - trainer.step) / _ROWS)
+        self._every = max(1, round(nice_ticks(0, self._steps - trainer.step, _ROWS)[1]))
         self._rows: deque[dict[str, float]] = deque(maxlen=_ROWS)
         self._now: dict[str, float] = {"step": trainer.step}
         self._validation: dict[str, float] = {}
@@ -219,16 +200,17 @@ class _Screen:
         self._pause_s = max(0.2, (self._drawn_s - start_s) / _SHARE)
 
     def _table(self) -> RenderableType:
-        columns = columns_that_fit(self._columns, self._console.width)
+        newest = self._validation | self._now
+        step = Column("step", "step", "{step:,.0f}")
+        columns = columns_that_fit([step, *(c for c in COLUMNS if c.name in newest)], self._console.width)
         table = Table.grid(padding=(0, 2, 0, 0))
         for column in columns:
             table.add_column(justify="right", no_wrap=True, min_width=column.width)
         table.add_row(*(column.heading for column in columns), style="dim")
         for row in self._rows:
             if row["step"] != self._now["step"]:
-                table.add_row(*(Text(column.text(row)) for column in columns), style="dim")
-        newest = self._validation | self._now
-        table.add_row(*(Text(column.text(newest)) for column in columns), style="bold")
+                table.add_row(*(Text(column.text(_with_derived(row))) for column in columns), style="dim")
+        table.add_row(*(Text(column.text(_with_derived(newest))) for column in columns), style="bold")
         return table
 
     def _bar(self) -> RenderableType:
@@ -242,21 +224,6 @@ class _Screen:
         line = Table.grid()
         line.add_row(bar, Text(words))
         return line
-
-
-def _round_up(steps: float) -> int:
-    """The next round number of steps.
-
-    Example:
-        >>> [_round_up(n) for n in (0.3, 3, 70, 101)]
-        [1, 5, 100, 200]
-    """
-    size = 1
-    while True:
-        for factor in (1, 2, 5):
-            if factor * size >= steps:
-                return factor * size
-        size *= 10
 
 
 def _previous_grid(trainer: Trainer) -> str:

@@ -22,8 +22,8 @@ from fourfold.planner.show.charts import (
     smooth,
     tiles,
 )
-from fourfold.planner.show.compare import Comparison, in_words
-from fourfold.planner.show.tables import seconds, signed
+from fourfold.planner.show.compare import HEADINGS, Comparison, in_words
+from fourfold.planner.show.tables import seconds
 from fourfold.train.observe.console import duration
 from fourfold.train.observe.run_metadata import amount
 
@@ -167,26 +167,13 @@ def _span(span_s: float) -> str:
 def _prediction(comparison: Comparison | str) -> list[str]:
     if isinstance(comparison, str):
         return [f"<p class=note>{escape(comparison)} The step above is measured only.</p>"]
-    run = comparison.run
-    rest_s = max(0.0, run.step_s - sum(run.parts_s.values()))
-    measured = {**run.parts_s, "other": rest_s}
-    predicted = {**comparison.predicted_s, "other": 0.0}
-    shown = [part for part in measured if measured[part] or predicted[part]]
-    rows = [
-        (name, {p: parts[p] for p in shown})
-        for name, parts in (("predicted", predicted), ("measured", measured))
-    ]
-    table = [(part, predicted[part], measured[part]) for part in shown]
-    table.append(("step", comparison.predicted_step_s, run.step_s))
-    cells = "".join(
-        f"<tr><td>{part}<td>{seconds(expected_s)}<td>{seconds(found_s)}"
-        f"<td>{signed(found_s - expected_s)}<td>{(found_s - expected_s) / run.step_s:+.1%}"
-        for part, expected_s, found_s in table
-    )
+    parts = comparison.parts()
+    rows = [(name, {p: both[i] for p, both in parts.items()}) for i, name in enumerate(HEADINGS[1:3])]
+    cells = "".join("<tr><td>" + "<td>".join(row) for row in comparison.rows())
     return [
-        keys({part: _PART_COLOURS[part] for part in shown}),
+        keys({part: _PART_COLOURS[part] for part in parts}),
         for_any_screen(lambda width: bars(rows, _PART_COLOURS, seconds, label=90, width=width)),
-        f"<table class=parts><tr><th>part of a step<th>predicted<th>measured<th>gap<th>share of the step{cells}</table>",
+        f"<table class=parts><tr><th>{'<th>'.join(HEADINGS)}{cells}</table>",
         f"<p>{escape(in_words(comparison))}</p>",
         f"<p class=note>Means of the middle half of rank 0's steps since the last start; the prediction is a simulation of the dry run of "
         f"this layout on {escape(comparison.cluster.name)}.</p>",
