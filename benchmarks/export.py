@@ -243,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     worst = max(v.logits_error for v in verdicts.values())
     print(
         f"export: {held_up}/{len(verdicts)} families bit-equal out and in again; worst logits {worst:.1e} "
-        f"(bar {LOGITS_BAR:g}), {time.perf_counter() - start_s:.0f} s"
+        f"(threshold {LOGITS_BAR:g}), {time.perf_counter() - start_s:.0f} s"
     )
     return 0 if held_up == len(verdicts) else 1
 

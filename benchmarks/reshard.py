@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     other = max((v.loss_error for (a, b), v in verdicts.items() if a != b), default=0.0)
     print(
         f"reshard: {held_up}/{len(verdicts)} loads bit-equal and within the bars; worst loss {same:.1e} on the same grid "
-        f"(bar {SAME_GRID_BAR:g}), {other:.1e} across (bar {OTHER_GRID_BAR:g}), {time.perf_counter() - start_s:.0f} s"
+        f"(threshold {SAME_GRID_BAR:g}), {other:.1e} across (threshold {OTHER_GRID_BAR:g}), {time.perf_counter() - start_s:.0f} s"
     )
     return 0 if held_up == len(verdicts) else 1
 

@@ -174,7 +174,7 @@ def check_steps(pool: RankPool, shape: Shape, rounds: int, sizes: dict[str, int]
     reached = ratio(times["token-sharded"], times["replicated"])
     again = ratio(times["gathered again"], times["replicated"])
     print(
-        f"{shape} step: replicated {times['replicated']}, token-sharded {times['token-sharded']}: {reached:.3f} (bar below 1); "
+        f"{shape} step: replicated {times['replicated']}, token-sharded {times['token-sharded']}: {reached:.3f} (threshold: below 1); "
         f"with inputs gathered again {times['gathered again']}: {again:.3f}",
         flush=True,
     )
