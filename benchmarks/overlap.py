@@ -230,7 +230,9 @@ def main(arguments: list[str] | None = None) -> int:
                 past.append(f"{axis} {reached:.2f} > {BARS[axis]:.2f}")
     if options.figure:
         draw(results, options.figure)
-    print(f"\noverlap: {len(results) - len(past)}/{len(results)} axes within their thresholds {'; '.join(past)}")
+    print(
+        f"\noverlap: {len(results) - len(past)}/{len(results)} axes within their thresholds {'; '.join(past)}"
+    )
     return 1 if past else 0
 
 

@@ -83,7 +83,6 @@ HANDLER = f"{ELASTIC}.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler"
 AGENT = f"{ELASTIC}.agent.server.local_elastic_agent.LocalElasticAgent"
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     "_buffers": (lambda: dir(nn.Module()), "replace a module's buffers"),
-    "_modules": (lambda: dir(nn.Module()), "replace a module's children"),
     "_cdata": (lambda: dir(torch.ones(1).untyped_storage()), "tell storages apart"),
     "_overloadpacket": (lambda: dir(torch.ops.aten.add.Tensor), "an operator without its overload"),
     "_schema": (lambda: dir(torch.ops.aten.add.Tensor), "the arguments of an operator"),

@@ -106,8 +106,8 @@ class Place:
     shape: Shape
     rank: int
 
-    def get_local_rank(self, axis: str) -> int:
-        return int(np.unravel_index(self.rank, self.shape)[("data", "z", "y", "x").index(axis)])
+    def get_coordinate(self) -> list[int]:
+        return [int(place) for place in np.unravel_index(self.rank, self.shape)]
 
 
 def grid_of(shape: Shape, rank: int) -> Grid:

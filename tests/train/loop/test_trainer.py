@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ranks import RankPool
-from fourfold.checkpoint import Checkpoints, retention
+from fourfold.checkpoint import Checkpoints, commit
 from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.storage import Writer
 from fourfold.config.schema import RunConfig
@@ -142,7 +142,7 @@ class NewestCheckpoint(Callback):
         self.steps: list[int] = []
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        self.steps.append(max(retention.steps(open_folder(trainer.run.checkpoints.folder)), default=0))
+        self.steps.append(max(commit.steps(open_folder(trainer.run.checkpoints.folder)), default=0))
 
 
 def train_with_slow_writes(run: RunConfig) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ranks import RankError, RankPool
-from fourfold.checkpoint import Checkpoints, retention
+from fourfold.checkpoint import Checkpoints, commit
 from fourfold.checkpoint.folder import open_folder
 from fourfold.drill.fault import Fault
 from fourfold.drill.injector import Injector, flip_weight
@@ -264,7 +264,7 @@ def corrupt_and_stop(values: dict[str, Any], folder: str) -> tuple[str, list[int
     fault = Fault("flip", "step", rank=1, step=5, seed=3)
     with redirect_stderr(StringIO()) as stderr:
         train_run(run, Injector([fault]), ReplicaConsistencyCheck(100), saves=True, stop_at=4)
-    return stderr.getvalue(), retention.steps(open_folder(folder))
+    return stderr.getvalue(), commit.steps(open_folder(folder))
 
 
 def test_a_flipped_bit_is_not_saved_at_a_requested_stop(

@@ -137,12 +137,12 @@ def log_line(metrics: dict[str, float], steps: int, left_s: float) -> str:
 
     Example:
         >>> log_line({"step": 7, "loss": 2.5, "seconds": 0.5, "tokens_per_s": 128, "exposed_x_s": 0.05}, 100, 47)
-        'step   7/100  left 47 s       loss  2.5000  tokens/s       128  seconds 0.5000  exposed x 0.0500 s  10.0%'
+        'step   7/100  loss  2.5000  tokens/s       128  seconds 0.5000  exposed x 0.0500 s  10.0%  left 47 s'
     """
     shown = _with_derived(metrics)
-    words = [f"step {shown['step']:{len(str(steps))}.0f}/{steps}", f"left {duration(left_s):10}"]
-    words += [f"{column.heading} {column.text(shown)}" for column in COLUMNS if column.name in shown]
-    return "  ".join(words)
+    words = [f"{column.heading} {column.text(shown)}" for column in COLUMNS if column.name in shown]
+    words.insert(len(words) - ("validation_loss" in shown), f"left {duration(left_s)}")
+    return "  ".join([f"step {shown['step']:{len(str(steps))}.0f}/{steps}", *words])
 
 
 def duration(span_s: float) -> str:
