@@ -64,6 +64,7 @@ from fourfold.mesh.grid import Grid
 
 LEARNING_RATE = 1e-4
 TURNS = 3
+SIZES = ("rounds", "hidden", "layers", "sequences", "length")
 # part: (ranks, hosts, threshold, what it is)
 PARTS = {
     "a": (1, 1, 1.03, "grid (1,1,1,1) / stock model"),
@@ -185,7 +186,7 @@ def show(part: str, result: dict[str, Any]) -> bool:
     return reached <= bar
 
 
-def compare(folder: Path, parts: Sequence[str], rounds: int) -> int:
+def compare(folder: Path, parts: Sequence[str], sizes: Sequence[str]) -> int:
     """Measure each part by both versions in turns; returns how many have become slower by more than the spread."""
     versions = {folder: folder / ".ci/venv/bin/python", Path.cwd(): Path(sys.executable)}
     slower = 0
@@ -193,11 +194,12 @@ def compare(folder: Path, parts: Sequence[str], rounds: int) -> int:
         seconds: dict[Path, list[float]] = {version: [] for version in versions}
         for _ in range(TURNS):
             for version, python in versions.items():
-                command = [str(python), "-m", "benchmarks.engine", "--only", part, "--rounds", str(rounds)]
-                said = subprocess.run(
-                    command, cwd=version, capture_output=True, text=True, check=False
-                ).stdout
-                seconds[version].append(float(re.findall(r"; ours ([0-9.]+) s", said)[0]))
+                command = [str(python), "-m", "benchmarks.engine", "--only", part, *sizes]
+                result = subprocess.run(command, cwd=version, capture_output=True, text=True, check=False)
+                found = re.search(r"; ours ([0-9.]+) s", result.stdout)
+                if found is None:
+                    raise SystemExit(f"{version}: part {part} failed:\n{result.stderr}")
+                seconds[version].append(float(found[1]))
         before, now = seconds.values()
         ratios = sorted(b / a for a, b in zip(before, now, strict=True))
         slower += ratios[0] > 1
@@ -231,8 +233,9 @@ def main(arguments: list[str] | None = None) -> int:
         end_rank()
 
     chosen = [p for p in PARTS if not options.only or p in options.only or p[0] in options.only]
+    given = [f"--{name}={getattr(options, name)}" for name in SIZES]
     if options.compare_to:
-        return min(1, compare(options.compare_to.resolve(), chosen, options.rounds))
+        return min(1, compare(options.compare_to.resolve(), chosen, given))
     print(
         f"training steps of a Llama of hidden {options.hidden}, {options.layers} layers, {options.sequences} x "
         f"{options.length} tokens, fp32, Gloo on CPU; no GPU has run this"
@@ -250,9 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as folder, Cluster(hosts=hosts, mbit=1000) as cluster:
                 out = Path(folder) / "times.json"
                 command = ["-m", "benchmarks.engine", "--worker", part, "--out", str(out)]
-                for name in ("rounds", "hidden", "layers", "sequences", "length"):
-                    command += [f"--{name}", str(getattr(options, name))]
-                code = cluster.run(command, ranks_per_host=ranks // hosts, timeout_s=1800)
+                code = cluster.run([*command, *given], ranks_per_host=ranks // hosts, timeout_s=1800)
                 if code:
                     print(f"engine: the ranks of part {part} ended with {code}")
                     return code
