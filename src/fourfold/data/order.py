@@ -18,9 +18,8 @@ Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 ROUNDS = 8  # of the Feistel network; 4 look random on large sets, but not on tiny ones
-MAX_PERIOD = (
-    1 << 16
-)  # samples after which the pattern of sources repeats, if the weights are not simple ratios
+# Samples after which the pattern of sources repeats, if the weights are not simple ratios.
+MAX_PERIOD = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,8 @@ def interleave(counts: Sequence[int]) -> Pattern:
     had = [0] * k
     source, before = np.empty(period, np.int64), np.empty(period, np.int64)
     for position in range(period):
-        claims = [
-            (position + 1) * n - h * period for n, h in zip(counts, had, strict=True)
-        ]  # in units of 1/period
+        # In units of 1/period.
+        claims = [(position + 1) * n - h * period for n, h in zip(counts, had, strict=True)]
         chosen = min(
             (i for i in range(k) if claims[i] * slack >= period),
             key=lambda i: (period * (slack - 1) - slack * claims[i]) / counts[i],

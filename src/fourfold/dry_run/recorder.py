@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,17 @@ aten = torch.ops.aten
 _MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_}
 _ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@contextmanager
+def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
+    """Replace an attribute of a class or a module, and put it back."""
+    theirs = getattr(owner, name)
+    setattr(owner, name, by)
+    try:
+        yield
+    finally:
+        setattr(owner, name, theirs)
 
 
 class Recorder(TorchDispatchMode, Observer):
@@ -126,7 +136,7 @@ class Recorder(TorchDispatchMode, Observer):
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(enter).remove)
             stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
             self.grid.collectives.observers.append(self)
             stack.callback(self.grid.collectives.observers.remove, self)
             with self:

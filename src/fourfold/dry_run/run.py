@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fourfold import untrusted_input as outside
 from fourfold.dry_run.blocks import NotPeriodic, expand, find_repeated, shallow_copy
 from fourfold.dry_run.events import Operation, Peak, Start, Trace
-from fourfold.dry_run.recorder import Recorder
+from fourfold.dry_run.recorder import Recorder, replaced
 from fourfold.dry_run.show import show
 from fourfold.errors import line_of_model
 from fourfold.hf.init_recorder import restore_buffers
@@ -175,10 +174,12 @@ class _Step:
 
     def trace(self, rows: int, length: int) -> Trace:
         """The step on that many sequences of a rank, after the first ones."""
+        from transformers import masking_utils
+
         model, grid = self.model, self.grid
         restore_buffers(model, grid.device)
         self.recorder = _recorder(model, grid, self.report)
-        unpacked = mock.patch("transformers.masking_utils.find_packed_sequence_indices", _not_packed)
+        unpacked = replaced(masking_utils, "find_packed_sequence_indices", _not_packed)
         with FakeTensorMode(allow_non_fake_inputs=True), unpacked:
             model.to_empty(device=grid.device)
             with self.recorder.recording():

@@ -253,9 +253,8 @@ def _rows(target: Tensor, parameter: Tensor) -> tuple[int, int] | None:
     return offset // row, (offset + target.numel()) // row
 
 
-OnWrite = Callable[
-    [Tensor, str, Tensor, tuple[Any, ...]], bool
-]  # (tensor, operation, written view, operands)
+# (tensor, operation, written view, operands)
+OnWrite = Callable[[Tensor, str, Tensor, tuple[Any, ...]], bool]
 
 
 class _Writes(TorchDispatchMode):

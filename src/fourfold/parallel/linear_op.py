@@ -338,9 +338,8 @@ class _GatherGradients(torch.autograd.Function):
     def forward(ctx: Any, product: Product, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.product = product
-        return tuple(
-            output.data for output in outputs
-        )  # not views, which a model's code could not change in place
+        # Not views, which a model's code could not change in place.
+        return tuple(output.data for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

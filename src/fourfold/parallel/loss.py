@@ -208,9 +208,8 @@ class LossGuard:
             targets = labels
             if self._stock == "ForCausalLMLoss":
                 targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        if (
-            targets.numel() == logits.shape[:-1].numel()
-        ):  # a flat list of labels also has one for each position
+        # A flat list of labels also has one for each position.
+        if targets.numel() == logits.shape[:-1].numel():
             targets = targets.reshape(logits.shape[:-1]).contiguous()
         loss = cross_entropy(
             logits,

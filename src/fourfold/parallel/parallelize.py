@@ -135,9 +135,8 @@ def arrange(
         model, overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None
     )
     if why_unsplit is None:
-        assert (
-            guard is not None
-        )  # where activations are sent, the vocabulary or the hidden features are sharded
+        # Where activations are sent, the vocabulary or the hidden features are sharded.
+        assert guard is not None
         split_batches(model, split, replaced.groups, guard.count, tokens)
 
     # 6. Weights on z and data.

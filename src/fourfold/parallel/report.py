@@ -71,9 +71,8 @@ class Report:
             key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.module), row.role, row.placement, row.why)
             groups[key] = groups.get(key, 0) + 1
         rows = [(module, str(count), *others) for (module, *others), count in groups.items()]
-        modules = table(
-            f"{self.model} on {self.grid}", ("module", "times", "role", "parameters", "why"), rows
-        )
+        text = ("role", "parameters", "why")
+        modules = table(f"{self.model} on {self.grid}", ("module", "times", *text), rows, text=text)
         stored = f"this rank stores {self.local_parameters():,} parameters\n"
         return as_text(140, modules) + "\n".join((*self.notes, stored))
 

@@ -271,9 +271,8 @@ class StreamedWeights:
         if gradient is None:
             return
         if weight.is_small:
-            self._reducing.append(
-                _Gradient(weight, gradient)
-            )  # all small ones together, at the end of backward
+            # All small ones together, at the end of backward.
+            self._reducing.append(_Gradient(weight, gradient))
             return
         if weight.block_index != self._last_block:
             # The collectives of the previous block had the time of one block to finish: start those that follow them.

@@ -18,7 +18,7 @@ def show(result: Calibration) -> str:
     """The fitted parameters, and how far the formulas are from each measurement."""
     title = f"{result.cluster.name}, measured in {result.seconds:.0f} s"
     rows = [(p.name, f"{p.value:.4g}", f"{p.spread:.2g}", p.unit) for p in result.parameters]
-    fitted = table(title, ("parameter", "fitted", "interquartile range", "unit"), rows)
+    fitted = table(title, ("parameter", "fitted", "interquartile range", "unit"), rows, text=("unit",))
     title = "formulas with these parameters, compared with each measurement"
     rows = [
         (d.what, f"{d.measured_s * 1e3:.3f} ms", f"{d.formula_s * 1e3:.3f} ms", f"{d.error:+.0%}")
