@@ -118,7 +118,7 @@ def read_corpus(file: str, folder: str, fuzzed: int, broken: bool) -> dict[str, 
         ends.enter_context(redirect_stdout(StringIO()))
         ends.enter_context(redirect_stderr(StringIO()))
         if broken:
-            ends.enter_context(patch("fourfold.data.shards.relative_name", lambda name: name))
+            ends.enter_context(patch("fourfold.untrusted_input.plain_name", lambda name: name))
         resource.setrlimit(resource.RLIMIT_AS, (in_use + ROOM_BYTES, limits[1]))
         ends.callback(resource.setrlimit, resource.RLIMIT_AS, limits)
         for name, read in corpus.cases(fuzzed, broken):
