@@ -40,13 +40,16 @@ _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 @contextmanager
 def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
-    """Replace an attribute of a class or a module, and put it back."""
-    theirs = getattr(owner, name)
+    """Replace an attribute of a class or a module, and put it back; an inherited one is inherited again."""
+    own = vars(owner).get(name)
     setattr(owner, name, by)
     try:
         yield
     finally:
-        setattr(owner, name, theirs)
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 class Recorder(TorchDispatchMode, Observer):

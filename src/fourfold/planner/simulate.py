@@ -97,7 +97,7 @@ def simulate(
 
     ``link_of`` names the link that a collective uses, such as the one inside a node or the one between nodes.
     ``slow_down``: how much longer computation takes while this collective is in flight, and how much longer the
-    collective while there is computation. ``in_flight``: of one axis at a time.
+    collective while there is computation. ``in_flight``: how many of one axis run at a time.
     """
     track = _Tracks(in_flight)
     under_way: dict[tuple[str, ...], deque[_Flight]] = defaultdict(deque)
