@@ -82,6 +82,7 @@ def test_bytes_that_are_not_in_the_formulas_are_noticed(pool):
     assert traffic.check("llama", (1, 2, 2, 2), "fsdp2", forward, backward[1:]) != []
 
 
+@nightly
 def test_loading_holds_no_more_than_a_ranks_own_part():
     assert memory.main([]) == 0
 

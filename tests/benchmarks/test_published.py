@@ -71,6 +71,7 @@ def test_a_held_out_run_does_not_move_a_prediction_and_a_fitted_one_does():
         assert new.pflops(waits=False) == old.pflops(waits=False)  # what is said to be fitted on nothing
 
 
+@pytest.mark.nightly
 def test_the_fitted_run_comes_out_as_measured():
     found = {j.run.id: j for j in published.judge_axonn(ON_PERLMUTTER, FIGURES)}
     j = found["axonn-sc24-perlmutter-512"]

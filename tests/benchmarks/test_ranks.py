@@ -222,6 +222,7 @@ def test_functions_of_the_main_module_run_and_main_is_not_run_again(tmp_path: Pa
     assert done.stdout.splitlines() == ["main runs", "[Seen(rank=0), Seen(rank=1)]"]
 
 
+@pytest.mark.nightly
 def test_ranks_end_when_their_caller_is_killed(tmp_path: Path) -> None:
     (tmp_path / "caller.py").write_text(
         textwrap.dedent("""

@@ -148,6 +148,7 @@ def test_a_model_that_does_not_fit_names_its_memory(config, capsys):
     assert re.search(r"needs \d+\.\d GiB of 72\.0", capsys.readouterr().err)
 
 
+@pytest.mark.nightly
 def test_the_html_report_and_the_trace_show_the_simulated_step(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))

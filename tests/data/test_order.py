@@ -141,7 +141,7 @@ def mixtures(draw: st.DrawFn) -> Mixture:
     return mixture_of(draw(st.integers(0, 2**63 - 1)), sizes, weights)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(mixtures(), legs(), st.sampled_from([0, 2]))
 def test_grids_batches_and_interruptions_do_not_change_the_order(
     mixture: Mixture, runs: list[tuple[Shape, int, int]], read_ahead: int

@@ -148,6 +148,7 @@ def flops(shape: Shape, changes: dict[str, Any], sequences: int) -> tuple[int, i
     return found[0], found[1]
 
 
+@pytest.mark.nightly
 def test_total_flops_equal_those_of_one_process(pool: RankPool) -> None:
     """Where x*y does not divide the heads, attention's core alone is computed on each of the 2 y ranks."""
     for changes, sequences, factor in (({}, 4, 1), (SIX_HEADS, 4, 2), (SIX_HEADS, 3, 2)):

@@ -15,7 +15,7 @@ NOT_TOKENS = ("fsdp.", "_foreach_", "new_empty", "empty_like", "new_zeros")
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1, 1), (1, 1, 1, 2), (1, 1, 2, 1)])
-@pytest.mark.parametrize("model", ["llama", "starcoder2"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("starcoder2", marks=pytest.mark.nightly)])
 def test_a_block_moves_what_its_operators_move(shape, model):
     compare(shape, model, "replicated")
 

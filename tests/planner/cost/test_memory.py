@@ -121,7 +121,11 @@ MUON_POINTS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout"), MUON_POINTS, ids=str)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [MUON_POINTS[0], *(pytest.param(*point, marks=pytest.mark.nightly) for point in MUON_POINTS[1:])],
+    ids=str,
+)
 def test_the_closed_form_of_muon_is_its_dry_run(model, layout):
     sequences = 4 if layout in (MUON_POINTS[0][1], MUON_POINTS[1][1]) else 1
     workload = from_config(MODELS[model].to_dict())

@@ -114,14 +114,19 @@ def _local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_second_run_is_bit_identical(pool: RankPool, values: dict[str, Any], precision: str) -> None:
     run = on(values, (1, 2, 1, 2), engine={"precision": precision, "activation_checkpointing": "full"})
     assert all(pool.run(run_twice, 4, run))
 
 
 @pytest.mark.parametrize(
-    ("kind", "dropout"), [("llama", {}), ("gpt2", {"resid_pdrop": 0.2, "embd_pdrop": 0.1})]
+    ("kind", "dropout"),
+    [
+        pytest.param("llama", {}, marks=pytest.mark.nightly),
+        ("gpt2", {"resid_pdrop": 0.2, "embd_pdrop": 0.1}),
+    ],
 )
 def test_a_stopped_run_resumes(pool: RankPool, tmp_path: Path, kind: str, dropout: dict[str, float]) -> None:
     """A stop requested on one rank after step 2 stops all ranks after step 3; then the run resumes to its end."""
@@ -188,6 +193,7 @@ def test_fsdp2_weights_train_evaluate_and_resume(pool: RankPool, tmp_path: Path,
     close(first | rest, stock_losses(run), ACROSS)
 
 
+@pytest.mark.nightly
 def test_muon_trains_and_resumes(pool: RankPool, tmp_path: Path) -> None:
     """On one grid: Newton-Schulz in bf16 lets grids drift apart, as much as noise in the gradients does in one process."""
     values = write_run(tmp_path) | {"optimizer": {"name": "muon", "lr": 1e-2}}

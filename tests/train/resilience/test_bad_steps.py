@@ -166,6 +166,7 @@ def roll_back(values: dict[str, Any], folder: str) -> tuple[bool, int, list[str]
     return same(plain.after[8], seen.after[8]), trainer.rollbacks.count, names
 
 
+@pytest.mark.nightly
 def test_random_bad_steps_in_a_row_are_rolled_back_and_the_run_ends_as_without_them(
     pool: RankPool, values: dict[str, Any], tmp_path: Path
 ) -> None:
