@@ -14,6 +14,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import fourfold as ff
 from benchmarks.ranks import RankPool
+from benchmarks.tiny_models import find_family, tiny_model
 from fourfold import Grid
 from tests.models import VOCABULARY, assert_shards_close, batch, build, gradients, local_gradients
 
@@ -483,3 +484,22 @@ def without_vocab_size(shape: Shape) -> tuple[float, float]:
 def test_vocab_size_is_optional_also_if_x_does_not_divide_it(pool: RankPool) -> None:
     for ours, right in pool.run(without_vocab_size, 2, (1, 1, 1, 2)):
         assert ours == pytest.approx(right, rel=1e-6)
+
+
+# -- parameters that the model's own code reads --------------------------------------------------------------------------
+
+
+def losses_of_apertus() -> tuple[float, float]:
+    """Its activation function has two parameters, each with a role of its own."""
+    stock, model = (tiny_model(find_family("apertus")) for _ in range(2))
+    ids = torch.randint(90, (4, 16), generator=torch.Generator().manual_seed(0))
+    expected = stock(input_ids=ids, labels=ids).loss
+    ff.parallelize(model, Grid.create((1, 1, 1, 2)))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), expected.item()
+
+
+def test_several_parameters_of_a_stock_module_have_roles_of_their_own(pool: RankPool) -> None:
+    for found, expected in pool.run(losses_of_apertus, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
