@@ -41,15 +41,14 @@ _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_ba
 @contextmanager
 def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
     """Replace an attribute of a class or a module, and put it back; an inherited one is inherited again."""
-    own = vars(owner).get(name)
+    own = [vars(owner)[name]] if name in vars(owner) else []
     setattr(owner, name, by)
     try:
         yield
     finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+        delattr(owner, name)
+        if own:
+            setattr(owner, name, own[0])
 
 
 class Recorder(TorchDispatchMode, Observer):
