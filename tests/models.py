@@ -83,6 +83,10 @@ def build(kind: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def batch(rows: int, length: int = 12, seed: int = 2) -> tuple[Tensor, Tensor]:
     """Tokens and labels; each row has a different number of labels."""
     ids = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -26,10 +26,9 @@ def show_local_parameters(
     """Let the model's own code read plain local tensors where the module's parameters are DTensors.
 
     ``gradient_axes`` maps the keys of its parameters to the axes over which their gradients are summed, because ranks use
-    them for different heads or tokens. A module whose parameters have roles of their own comes here for each of them.
+    them for different heads or tokens.
     """
-    _, before = module.__dict__.get("_local_view", (inside, {}))
-    module.__dict__["_local_view"] = (inside, {**before, **gradient_axes})
+    module.__dict__["_local_view"] = (inside, dict(gradient_axes))
     module.__class__ = _with_local_view(type(module), tuple(gradient_axes))  # type: ignore[arg-type]
 
 

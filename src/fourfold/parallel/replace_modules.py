@@ -66,6 +66,8 @@ class ModuleReplacement:
         # A tied weight is one parameter of several modules, and stays one.
         self.made: dict[tuple[int, tuple[int, ...]], tuple[nn.Parameter, ParameterLayout]] = {}
         self.siblings: dict[tuple[str, int, Axis | None, Axis | None, bool], FusedLinearGroup] = {}
+        # Of stock modules: parameter -> the axes of its gradient. Several parameters of one may have roles of their own.
+        self.kept: dict[nn.Module, dict[str, tuple[Axis, ...]]] = {}
 
     def run(self, roles: list[Role]) -> Replaced:
         tied = self._tied()
@@ -91,6 +93,8 @@ class ModuleReplacement:
             if role.word == "embedding_rowwise" and not tied:
                 self.out.embedding = self._find(role.name)[0]
         self.out.groups = list(self.siblings.values())
+        for module, gradient_axes in self.kept.items() if not self.plain else ():
+            show_local_parameters(module, gradient_axes, self.inside)
         if keeps_all:
             return self.out
         self._heads(roles)
@@ -218,7 +222,7 @@ class ModuleReplacement:
 
     def _keep(self, role: Role, module: nn.Module, keys: list[str]) -> None:
         """Keep the stock module, and let it see this rank's shard of these parameters."""
-        gradient_axes: dict[str, tuple[Axis, ...]] = {}
+        gradient_axes = self.kept.setdefault(module, {})
         prefix = role.name if self._find(role.name)[1] is None else role.name.rpartition(".")[0]
         for key in keys:
             source = module._parameters[key]
@@ -232,8 +236,6 @@ class ModuleReplacement:
             name = f"{prefix}.{key}" if prefix else key
             layout = ParameterLayout.whole(name, source, sharded_dims)
             module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
-        if not self.plain:
-            show_local_parameters(module, gradient_axes, self.inside)
 
     def _heads(self, roles: list[Role]) -> None:
         """Set the number of local heads in attention modules."""
