@@ -141,11 +141,8 @@ def mixtures(draw: st.DrawFn) -> Mixture:
     return mixture_of(draw(st.integers(0, 2**63 - 1)), sizes, weights)
 
 
-@settings(max_examples=20, deadline=None)
-@given(mixtures(), legs(), st.sampled_from([0, 2]))
-def test_grids_batches_and_interruptions_do_not_change_the_order(
-    mixture: Mixture, runs: list[tuple[Shape, int, int]], read_ahead: int
-) -> None:
+def check_order(mixture: Mixture, runs: list[tuple[Shape, int, int]], read_ahead: int) -> None:
+    """Grids, batches and interruptions do not change it."""
     seen: list[tuple[int, int]] = []
     count = 0  # all that a checkpoint holds
     for shape, batch, steps in runs:
@@ -167,6 +164,26 @@ def test_grids_batches_and_interruptions_do_not_change_the_order(
         mine = [sample for s, sample in seen if s == source]
         for first, stop in pairwise(range(0, len(mine) + 1, size)):
             assert sorted(mine[first:stop]) == list(range(size))
+
+
+RUNS = (mixtures(), legs(), st.sampled_from([0, 2]))
+
+
+@settings(max_examples=20)
+@given(*RUNS)
+def test_grids_batches_and_interruptions_do_not_change_the_order(
+    mixture: Mixture, runs: list[tuple[Shape, int, int]], read_ahead: int
+) -> None:
+    check_order(mixture, runs, read_ahead)
+
+
+@pytest.mark.nightly
+@settings(max_examples=200)
+@given(*RUNS)
+def test_the_order_of_many_runs(
+    mixture: Mixture, runs: list[tuple[Shape, int, int]], read_ahead: int
+) -> None:
+    check_order(mixture, runs, read_ahead)
 
 
 def test_the_count_after_a_step_is_the_first_of_the_next() -> None:
