@@ -2,7 +2,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup check test nightly docs bench
+.PHONY: setup check test nightly docs reference bench release-check
 
 setup:  ## a development environment in .venv
 	$(PYTHON) -m venv $(VENV)
@@ -23,7 +23,14 @@ nightly:  ## the other tests, one at a time
 docs:  ## the site, in out/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+reference:  ## the pages of docs/reference and docs/verification, from the code and the recorded results
+	$(BIN)/python docs/site/reference.py
+	$(BIN)/python docs/site/results.py
+
 bench:  ## list the benchmarks, and run the quickest
 	@echo "benchmarks, each run by 'python -m benchmarks.<name>':"
 	@ls benchmarks/*.py | sed -e 's|benchmarks/|  |' -e 's|\.py$$||' | grep -v ' __'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.parity --ranks 8 --quick
+
+release-check:  ## build, check the metadata, install from the wheel in an empty environment, train
+	.ci/release

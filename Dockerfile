@@ -1,0 +1,25 @@
+# syntax=docker/dockerfile:1
+# An image for `fourfold launch kubernetes --image`, or for one machine.
+#
+#   docker build --tag fourfold:cuda .
+#   docker build --tag fourfold:cpu --build-arg BASE=cpu .
+ARG BASE=cuda
+
+FROM python:3.12-slim AS cpu
+RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+
+FROM pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime AS cuda
+
+FROM ${BASE}
+# Extras: data for Parquet and Hugging Face datasets, s3 for checkpoints in object stores.
+ARG EXTRAS=data,s3
+WORKDIR /opt/fourfold
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+# torch is named again, so that pip keeps the build of the base image.
+RUN pip install --no-cache-dir ".[${EXTRAS}]" torch==2.13.0
+RUN useradd --create-home fourfold
+USER fourfold
+WORKDIR /home/fourfold
+ENTRYPOINT ["fourfold"]
+CMD ["--help"]
