@@ -21,11 +21,9 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from benchmarks.ranks import RankError, RankPool
@@ -176,7 +174,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as Markdown, too")
     parser.add_argument(
         "--only", nargs="+", metavar="FAMILY", help="these families alone; no bar on their number"
     )
@@ -220,8 +217,6 @@ def main(arguments: list[str] | None = None) -> int:
         f"{sum(counts.values())} ({len(chosen)} rows); of the verified by tokens: {cut['verified']} verified, {cut['refused']} "
         f"refused, {cut['failed']} failed, worst gradient error {worst:.2e}, {time.perf_counter() - start_s:.0f} s"
     )
-    if options.write:
-        options.write.write_text(markdown(outcomes, by_tokens, last))
     print(last)
     enough = counts["verified"] >= VERIFIED_BAR and cut["verified"] >= BY_TOKENS_BAR and not short
     failed = any(o.status == "failed" for o in [*outcomes.values(), *by_tokens.values()])
@@ -238,32 +233,6 @@ def summarise(outcomes: dict[str, Outcome]) -> dict[str, set[str]]:
         status = next(s for s in ("failed", "refused", "verified") if s in statuses)
         by_status[status].add(name)
     return by_status
-
-
-def markdown(outcomes: dict[str, Outcome], by_tokens: dict[str, Outcome], last: str) -> str:
-    lines = [
-        "# Which families train exactly",
-        "",
-        f"Written by `python -m benchmarks.families --write docs/families.md`, with transformers {transformers.__version__} and",
-        f"torch {torch.__version__}, on Gloo and CPU. Each row is a tiny random model on the grids {GRIDS[0]} and {GRIDS[1]}",
-        "(data, z, y, x). The figure is the largest error of any gradient, relative to that gradient's largest entry.",
-        "The last column is the same with activations that are cut by their tokens over x and y.",
-        "",
-        f"{last.partition(', worst')[0]}.",
-        "",
-        "| family | outcome | | by tokens |",
-        "|---|---|---|---|",
-    ]
-    for name, outcome in outcomes.items():
-        cut = by_tokens.get(name)
-        cells = [
-            name,
-            outcome.status,
-            outcome.figure.lstrip(": "),
-            f"{cut.status}{cut.figure}" if cut else "",
-        ]
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

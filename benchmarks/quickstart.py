@@ -1,6 +1,6 @@
 """Does the README's quick start work exactly as written, from an empty virtual environment to an exported model, in ten minutes?
 
-The script of "In your own loop" runs after it, in the same environment.
+The loops of examples/ run after it, in the same environment: the custom loop on 8 ranks has the losses of the stock loop.
 
     python -m benchmarks.quickstart
     python -m benchmarks.quickstart --here      the environment that runs this, instead of a new one
@@ -22,17 +22,16 @@ from pathlib import Path
 LIMIT_S = 600.0
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = "quickstart-env"
-OWN_LOOP = "OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 examples/quickstart.py"
+LOOPS = (
+    "python examples/stock_loop.py",
+    "OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 examples/custom_loop.py",
+)
+LOSS_THRESHOLD = 1e-3
 
 
 def commands(readme: str) -> str:
     """The first block of shell commands below the heading "Quick start"."""
     return readme.split("## Quick start")[1].split("```bash\n")[1].split("```")[0]
-
-
-def script(readme: str) -> str:
-    """The first block of Python below the heading "In your own loop"."""
-    return readme.split("## In your own loop")[1].split("```python\n")[1].split("```")[0]
 
 
 def without_installing(block: str) -> str:
@@ -58,15 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--here", action="store_true", help="use the environment that runs this")
     options = parser.parse_args(arguments)
-    readme = (ROOT / "README.md").read_text()
-    if script(readme) != (ROOT / "examples/quickstart.py").read_text():
-        print("quickstart: the script in the README is not examples/quickstart.py")
-        return 1
-    block = commands(readme)
+    block = commands((ROOT / "README.md").read_text())
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name) / "fourfold"
-        ignored = shutil.ignore_patterns(".git", ".ci", ".venv", "venv", "*.egg-info", "build", "__pycache__")
-        shutil.copytree(ROOT, copy, ignore=ignored)
+        copy.mkdir()  # of what is committed: the reader's own quick start may be in the checkout
+        files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+        for file in filter(lambda name: (ROOT / name).exists(), files.stdout.splitlines()):
+            (copy / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, copy / file)
         if options.here:
             block = without_installing(block)
             (copy / ENVIRONMENT).symlink_to(sys.prefix)
@@ -80,17 +78,23 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         lines = [json.loads(line) for line in (copy / "logs/metrics.jsonl").read_text().splitlines()]
         files = sorted(p.name for p in (copy / "exported").iterdir())
-        own_loop = None if options.here else shell(f". {ENVIRONMENT}/bin/activate\n{OWN_LOOP}\n", copy)
+        loops = (
+            [] if options.here else [shell(f". {ENVIRONMENT}/bin/activate\n{loop}\n", copy) for loop in LOOPS]
+        )
     said = result.stdout.strip().splitlines()[-1]
     print(f"exported: {', '.join(files)}")
     print(
         f"quickstart: loss {lines[0]['loss']:.4f} to {lines[-1]['loss']:.4f}, {took_s:.0f} s of {LIMIT_S:.0f} s allowed"
     )
     holds = lines[-1]["loss"] < lines[0]["loss"] and "model.safetensors" in files and bool(said)
-    if own_loop is not None:
-        losses = [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)", own_loop.stdout, re.M)]
-        print(f"own loop: {len(losses)} steps, loss {losses[:1]} to {losses[-1:]}")
-        holds = holds and len(losses) == 10 and losses[-1] < losses[0]
+    if loops:
+        stock, custom = (
+            [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)", loop.stdout, re.M)]
+            for loop in loops
+        )
+        apart = max((abs(a - b) for a, b in zip(stock, custom, strict=False)), default=float("inf"))
+        print(f"loops: {len(stock)} and {len(custom)} steps, losses differ by {apart:.1e}")
+        holds = holds and len(stock) == len(custom) == 10 and apart <= LOSS_THRESHOLD
     return 0 if holds and took_s <= LIMIT_S else 1
 
 

@@ -6,7 +6,7 @@ of strong scaling, where the second tensor axis may earn its place: the best lay
 predicted step, the same both ways.
 
     python -m benchmarks.search
-    python -m benchmarks.search --markdown    # the tables as they are in docs/planner.md
+    python -m benchmarks.search --markdown    # the tables as they are in docs/verification/planner-accuracy.md
 
 Every figure of the plan is a prediction; no GPU has run Fourfold.
 """
@@ -151,7 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--markdown", action="store_true", help="tables for docs/planner.md")
+    parser.add_argument(
+        "--markdown", action="store_true", help="tables for docs/verification/planner-accuracy.md"
+    )
     options = parser.parse_args(arguments)
 
     print("Six known cases (the plan's figures are predictions):")

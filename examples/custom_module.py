@@ -1,4 +1,4 @@
-"""A model that is none of Hugging Face's, trained on every rank that torchrun started."""
+"""Train a model that is not from Hugging Face, on every rank that torchrun started."""
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class Model(nn.Module):
 
 def train(grid: ff.Grid, steps: int = 5) -> list[float]:
     """The losses of some steps, the same on every grid."""
-    with torch.device("meta"):  # no rank ever holds the whole model
+    with torch.device("meta"):  # no rank ever holds the full model
         model = Model()
     report = ff.parallelize(model, grid, roles=ROLES, seed=0)
     if dist.get_rank() == 0:
@@ -75,10 +75,11 @@ def train(grid: ff.Grid, steps: int = 5) -> list[float]:
     optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-3)
     ids = torch.randint(VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(0))
     ids = ids[grid.local_rows(len(ids))].to(grid.device)
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)  # each position predicts the next token, the last one none
     losses = []
     for _ in range(steps):
-        # Logits are this rank's columns of the vocabulary; the loss is that of all, over the global batch.
-        loss = ff.cross_entropy(model(ids)[:, :-1], ids[:, 1:], grid)
+        # The logits are this rank's columns of the vocabulary; the loss is the mean over the global batch.
+        loss = ff.cross_entropy(model(ids), labels, grid)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,5 +88,7 @@ def train(grid: ff.Grid, steps: int = 5) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(train(ff.Grid.create((1, 2, 2, 2))))  # data, z, y, x: 8 ranks
+    losses = train(ff.Grid.create((1, 2, 2, 2)))  # data, z, y, x: 8 ranks
+    if dist.get_rank() == 0:
+        print(losses)
     dist.destroy_process_group()
