@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -67,6 +68,7 @@ def site(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -87,12 +89,18 @@ def parse(main: Callable[[list[str]], Any], arguments: list[str]) -> argparse.Na
 
     said = StringIO()
     try:
-        with patch.object(argparse.ArgumentParser, "parse_args", stop), redirect_stderr(said):
+        with (
+            patch.object(argparse.ArgumentParser, "parse_args", stop),
+            redirect_stderr(said),
+            redirect_stdout(said),
+        ):
             main(arguments)
     except Parsed as parsed:
         found: argparse.Namespace = parsed.args[0]
         return found
-    except SystemExit:
+    except SystemExit as end:
+        if end.code == 0:  # --help
+            return argparse.Namespace()
         raise ValueError(said.getvalue().strip().splitlines()[-1]) from None
     raise ValueError(f"{main.__module__} does not parse arguments")
 
@@ -171,12 +179,12 @@ def options_of_all() -> Iterator[str]:
         if "ArgumentParser" in path.read_text():
             mains.append(import_module(f"benchmarks.{path.stem}").main)
     for main in mains:
-        yield from collect(site("hooks").parser_of(main))
+        yield from collect(site("reference").parser_of(main))
 
 
 def is_name_of_a_command(words: list[str]) -> bool:
     """Is it a command named in prose without its arguments, such as `fourfold checkpoint ls`?"""
-    parser = site("hooks").parser_of(fourfold)
+    parser = site("reference").parser_of(fourfold)
     for word in words:
         below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         if not below or word not in below[0].choices:

@@ -14,10 +14,12 @@ FOLDER = Path(__file__).parent.parent / "pictures"
 
 
 def weight() -> Picture:
-    """From the whole weight over one (y, x) block to what one rank stores."""
-    p = Picture("A weight cut over x and y into blocks, and each block cut over z for storage", 720, 324)
+    """From a weight to one (y, x) block of it, to what one rank stores."""
+    p = Picture(
+        "A weight sharded over x and y into blocks, and each block sharded over z for storage", 720, 324
+    )
     left, top, side = 70, 70, 200
-    p.text(left + side / 2, 22, "the whole weight of a linear layer", "bold")
+    p.text(left + side / 2, 22, "the weight of a linear layer", "bold")
     p.text(left + side / 2, 40, "no rank ever holds it", "soft small")
     for x in (0, 1):
         for y in (0, 1):
@@ -31,12 +33,12 @@ def weight() -> Picture:
                 radius=0,
             )
             p.text(left + (y + 0.5) * side / 2, top + (x + 0.5) * side / 2 + 5, f"x={x}, y={y}", "small")
-    p.text(left + side / 2, top - 10, "input features: cut over y", "y small")
+    p.text(left + side / 2, top - 10, "input features: sharded over y", "y small")
     for x, words in enumerate(("x=0", "x=1")):
         p.text(left - 8, top + (x + 0.5) * side / 2 + 4, words, "x small", anchor="end")
     for y, words in enumerate(("y=0", "y=1")):
         p.text(left + (y + 0.5) * side / 2, top + side + 18, words, "y small")
-    p.text(left + side / 2, top + side + 38, "output features (rows): cut over x", "x small")
+    p.text(left + side / 2, top + side + 38, "output features (rows): sharded over x", "x small")
 
     block = 330
     p.arrow([(left + side + 12, top + side / 4), (block - 12, top + side / 4)])
@@ -46,13 +48,11 @@ def weight() -> Picture:
     p.line([(block, top + 50), (block + 150, top + 50)], "z dashed")
     for z in (0, 1):
         p.text(block + 75, top + 29 + 50 * z, f"rows of z={z}", "small")
-    p.text(
-        block + 75, top + 124, "gathered over z just before\nits matmul, given back after it", "soft small"
-    )
+    p.text(block + 75, top + 124, "all-gathered over z before\nits matmul, freed after it", "soft small")
 
     part = 545
     p.arrow([(block + 150 + 12, top + side / 4), (part - 12, top + side / 4)])
-    p.text(part + 75, 22, "its parts on z", "bold")
+    p.text(part + 75, 22, "its shards on z", "bold")
     p.text(part + 75, 40, "what a rank stores", "soft small")
     for z in (0, 1):
         p.labelled(part, top + z * 54, 150, 46, "z", f"rank (z={z}, y=1, x=0)", "small")
@@ -65,7 +65,7 @@ def weight() -> Picture:
     p.text(
         block + 182,
         top + 192,
-        "The data axis repeats all of this: each of its ranks has a copy.",
+        "The data axis replicates all of this.",
         "data small",
     )
     return p
@@ -73,7 +73,11 @@ def weight() -> Picture:
 
 def axes() -> Picture:
     """One linear from y to x: what is computed, what is sent, in forward, backward and at the step."""
-    p = Picture("One linear layer: what each axis sends in forward, in backward and at the step", 720, 372)
+    p = Picture(
+        "One linear layer: what each axis communicates in forward, in backward and in the optimizer step",
+        720,
+        372,
+    )
     rows = {"computes": 44, "sends": 104}
 
     def row(top: float, name: str) -> None:
@@ -109,19 +113,19 @@ def axes() -> Picture:
     p.arrow([(430, top + 42), (430, top + 58)])
     send(375, top, 150, "z", "reduce-scatter over z:\nparts of dW")
     p.arrow([(525, top + 81), (553, top + 81)], "z")
-    send(555, top, 158, "data", "all-reduce over data:\nthis rank's part of dW")
-    p.text(634, top + 14, "then the optimizer's step,\non each rank's own part", "small")
+    send(555, top, 158, "data", "all-reduce over data:\nthis rank's shard of dW")
+    p.text(634, top + 14, "then the optimizer step,\non each rank's own shard", "small")
     p.text(
         8,
         top + 128,
-        "All five overlap with computation: dI's all-reduce, for one, goes on behind dW's matmul.",
+        "All five can overlap with computation: the all-reduce of dI, for example, runs during the matmul of dW.",
         "soft small",
         anchor="start",
     )
     p.text(
         8,
         top + 146,
-        "Every second layer (o, down) has the roles of x and y swapped.",
+        "In every second layer (o, down) x and y are exchanged.",
         "soft small",
         anchor="start",
     )
@@ -167,7 +171,7 @@ def block() -> Picture:
     p.text(
         360,
         330,
-        "q, k and v read one input and share one all-reduce each way; so do gate and up. A norm sends its sums over y.",
+        "q, k and v read one input and share one all-reduce each way; so do gate and up. A norm sums its statistics over y.",
         "soft small",
     )
     return p
@@ -197,18 +201,53 @@ def ranks() -> Picture:
                     p.text(left + cell / 2, top + 22, f"rank {rank}", "bold" if rank == 0 else "")
                     p.text(left + cell / 2, top + 39, f"y={y} x={x}", "soft small")
     p.text(360, 22, "grid (data=2, z=2, y=2, x=2): 16 ranks, x innermost", "bold")
-    p.text(16, 260, "Rank 0 talks to four ranks, one on each axis:", "", anchor="start")
+    p.text(16, 260, "Rank 0 communicates with four ranks, one on each axis:", "", anchor="start")
     groups = [
         ("x", "rank 1", "activations, in every layer"),
         ("y", "rank 2", "activations, in every layer"),
         ("z", "rank 4", "weights and their gradients"),
-        ("data", "rank 8", "its part of the gradients, once a step"),
+        ("data", "rank 8", "its shard of the gradients, once a step"),
     ]
     for i, (axis, other, what) in enumerate(groups):
         left, top = 16 + (i % 2) * 352, 276 + (i // 2) * 30
         p.box(left, top, 18, 18, axis, radius=3)
         p.text(left + 28, top + 14, f"{axis}: {other}", f"{axis} bold", anchor="start")
         p.text(left + 132, top + 14, what, "soft small", anchor="start")
+    return p
+
+
+def overview() -> Picture:
+    """The README's picture: what a user does, and what each axis of the grid is known as."""
+    p = Picture(
+        "A Hugging Face model and text become a trained model; the four axes and their usual names", 720, 300
+    )
+    steps = [
+        ("plan", "the best layout that fits,\nwithout a GPU"),
+        ("train", "exact on any grid,\nresumed after failures"),
+        ("export", "a Hugging Face folder"),
+    ]
+    p.text(70, 38, "Hugging Face model\ntext\nN nodes", "small")
+    for i, (name, words) in enumerate(steps):
+        left = 160 + i * 190
+        p.arrow([(left - 22, 46), (left - 2, 46)])
+        p.box(left, 14, 164, 70, "plain")
+        p.text(left + 82, 36, f"fourfold {name}", "bold")
+        p.text(left + 82, 56, words, "soft small")
+    p.text(360, 122, "ranks = data × z × y × x", "bold")
+    axes = [
+        ("x", "tensor parallel", "TP", "shards heads, MLP features", "sends activations"),
+        ("y", "second tensor axis", "TP2", "shards hidden features", "sends activations"),
+        ("z", "FSDP, ZeRO-3", "FSDP", "shards batch and weights", "sends weights, gradients"),
+        ("data", "data parallel", "DP", "shards the batch", "sends gradients"),
+    ]
+    for i, (axis, name, short, shards, sends) in enumerate(axes):
+        left = 10 + i * 178
+        p.box(left, 138, 166, 146, axis)
+        p.text(left + 83, 164, axis, f"{axis} bold")
+        p.text(left + 83, 190, name, "bold")
+        p.text(left + 83, 210, short, f"{axis} small")
+        p.text(left + 83, 240, shards, "small")
+        p.text(left + 83, 262, sends, "soft small")
     return p
 
 
@@ -239,6 +278,7 @@ def packages() -> Picture:
 
 
 PICTURES: dict[str, Callable[[], Picture]] = {
+    "overview": overview,
     "weight": weight,
     "axes": axes,
     "block": block,

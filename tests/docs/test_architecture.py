@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGE = (ROOT / "docs" / "development" / "architecture.md").read_text()
 
 
 def test_every_file_of_the_walk_exists() -> None:

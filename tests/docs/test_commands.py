@@ -38,14 +38,16 @@ ELSEWHERE = {
 }
 # Blocks that are a file of the repository, and who runs it.
 EXAMPLES = {
-    "examples/quickstart.py": "benchmarks/quickstart.py::main",
-    "examples/own_model.py": "tests/docs/test_examples.py::test_the_example_of_an_own_model_trains_like_plain_pytorch",
+    "examples/custom_loop.py": "tests/docs/test_examples.py::test_the_custom_loop_has_the_losses_of_the_stock_loop",
+    "examples/custom_module.py": "tests/docs/test_examples.py::test_the_custom_module_trains_like_plain_pytorch",
 }
 # These start ranks on several machines, or on more of this one's than a test should: their words are parsed.
 CLUSTER = ("torchrun", "srun", "fourfold launch", "python -m benchmarks.", "python -m fourfold.launch.agent")
 # These are the cluster's own, and only it can parse them.
 OF_CLUSTERS = ("kubectl", "sbatch", "scancel", "squeue", "torchft_lighthouse")
-LANGUAGES = ("bash", "python", "toml", "text", "json", "yaml", "")
+# Commands of other programs: `benchmarks.quickstart` installs as the pages say, and the others need a network or a person.
+OF_OTHERS = (". ", "docker build", "hf download", "pip install", "python3 -m venv", "tail -f", "tensorboard")
+LANGUAGES = ("bash", "python", "toml", "text", "json", "yaml", "pycon", "diff", "")
 SMALL_RUN = (
     "model.config=small.json",
     "data.sequence_length=16",
@@ -59,7 +61,7 @@ SMALL_RUN = (
 # What makes a command small enough for a test; an option that is given twice has its last value.
 SMALLER = {
     "plan": ["--simulate", "0"],
-    "dryrun": ["--grid", "1,2,1,2", "--sequences", "4", "--length", "64"],
+    "dryrun": ["--grid", "1,2,1,2", "--sequences", "4", "--length", "64", "--micro-batches", "1"],
     "train": [word for change in SMALL_RUN for word in ("--set", change)],
 }
 ALIKE = ("plan", "dryrun")  # no matter in which folder, and after what: run once
@@ -88,6 +90,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_hidden_layers": 1,
     }
     (folder / "small.json").write_text(json.dumps(small))
+    (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "cluster.toml").write_text(cluster.to_toml(cluster.load("dgx-h100")))
     return folder
 
@@ -124,16 +127,19 @@ def run(command: str, block: Code, folder: Path, pool: RankPool, trained: int) -
         except ValueError as refusal:
             pytest.fail(f"{block.page}:{block.line}: {command}\n{refusal}")
     needs_cluster = command.startswith(CLUSTER) if is_ours else command.split()[0] in OF_CLUSTERS
-    if is_quick_start(block) or command in ELSEWHERE or needs_cluster:
+    if block.page.startswith("docs/tutorials/") and command.startswith("fourfold launch slurm "):
+        command = _as_training(command, folder)
+    elif is_quick_start(block) or command in ELSEWHERE or needs_cluster or command.startswith(OF_OTHERS):
         return trained
     assert command.startswith("fourfold "), (
         f"{block.page}:{block.line}: {command}\nnobody runs this; give it to a test, and name it in ELSEWHERE"
     )
-    words = shlex.split(command)[1:]
-    if words[0] in ALIKE and command in _done:
-        return trained
-    _done.add(command)
-    words += SMALLER.get(words[0], [])
+    words = [*shlex.split(command)[1:], *SMALLER.get(shlex.split(command)[1], [])]
+    if words[0] in ALIKE:
+        alike = str(sorted((k, str(v)) for k, v in vars(parse(fourfold, words)).items() if k != "config"))
+        if alike in _done:
+            return trained
+        _done.add(alike)
     if words[0] != "train":
         with chdir(folder):
             assert fourfold(words) == 0, f"{block.page}:{block.line}: {command}"
@@ -146,6 +152,15 @@ def run(command: str, block: Code, folder: Path, pool: RankPool, trained: int) -
     steps = [json.loads(line)["step"] for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, trained + 2)), f"{block.page}:{block.line}: {command}"
     return trained + 1
+
+
+def _as_training(command: str, folder: Path) -> str:
+    """Print the job of a tutorial, and train its first step here, on one rank: what follows needs a checkpoint."""
+    with chdir(folder):
+        assert fourfold([*shlex.split(command)[1:], "--print"]) == 0
+        options = parse(fourfold, shlex.split(command)[1:])
+    changes = [*options.set, "grid.data=1", "grid.z=1", "grid.y=1", "grid.x=1"]
+    return shlex.join(["fourfold", "train", str(options.file), *(f"--set={change}" for change in changes)])
 
 
 def run_on_rank(folder: str, words: list[str]) -> int:
@@ -202,7 +217,7 @@ def test_nothing_is_listed_that_no_page_has() -> None:
             "unrecognized arguments: --grid",
         ),
         ("fourfold train run.toml --set optimizer.rate=1", "[optimizer] has no field 'rate'"),
-        ("torchrun --processes 8 examples/quickstart.py", "processes"),
+        ("torchrun --processes 8 examples/custom_loop.py", "processes"),
         ("torchrun --nproc-per-node 8 examples/quick.py", "there is no examples/quick.py"),
         ("srun --ntasks 8 fourfold train run.toml --steps 3", "unrecognized arguments: --steps 3"),
         ("python -m benchmarks.parity --rank-count 8", "unrecognized arguments: --rank-count 8"),
@@ -225,9 +240,9 @@ def pool_that_is_not_needed() -> Any:
 
 
 def test_a_planted_option_in_a_page_is_found(tmp_path: Path) -> None:
-    text = (ROOT / "docs/training.md").read_text()
+    text = (ROOT / "docs/how-to/train.md").read_text()
     planted = text.replace("data info data --verify", "data info data --check")
     assert planted != text
-    (block, *_) = blocks("docs/training.md", planted)
+    (block, *_) = blocks("docs/how-to/train.md", planted)
     with pytest.raises(pytest.fail.Exception, match="unrecognized arguments: --check"):
         run(commands(block)[1], block, tmp_path, pool_that_is_not_needed(), 0)

@@ -1,9 +1,13 @@
 """The examples in docstrings, the README and the docs are run."""
 
+import difflib
 import doctest
 import importlib
 import pkgutil
+import re
 import runpy
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -11,10 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import fourfold as ff
-from benchmarks.quickstart import ROOT, script
 from benchmarks.ranks import RankPool
 from tests import shown
-from tests.documented import blocks
+from tests.documented import ROOT, blocks
 
 MODULES = sorted(m.name for m in pkgutil.walk_packages(ff.__path__, "fourfold."))
 # They make a world of their own, or need none; all others are shown on a rank.
@@ -53,26 +56,64 @@ def test_every_public_function_has_a_docstring():
     assert [name for name in ff.__all__ if not (getattr(ff, name).__doc__ or "").strip()] == []
 
 
-def test_the_readme_shows_the_quick_start_script_as_it_is():
-    assert script((ROOT / "README.md").read_text()) == (ROOT / "examples/quickstart.py").read_text()
+# -- a custom loop --------------------------------------------------------------------------------------------------
+
+STOCK_LOOP, CUSTOM_LOOP = ROOT / "examples/stock_loop.py", ROOT / "examples/custom_loop.py"
 
 
-# -- the example of an own model ------------------------------------------------------------------------------------
+def printed_losses(script: str) -> list[float]:
+    with redirect_stdout(StringIO()) as printed:
+        exec(compile(script, "example", "exec"), {})
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed.getvalue())]
 
-OWN_MODEL = ROOT / "examples/own_model.py"
+
+def custom_losses() -> list[float]:
+    """The script on 4 ranks, whose process group is not its own to destroy."""
+    script = CUSTOM_LOOP.read_text().replace("(1, 2, 2, 2)", "(1, 1, 2, 2)")
+    return printed_losses(script.replace("dist.destroy_process_group()", ""))
 
 
-def own_model() -> dict[str, Any]:
-    return runpy.run_path(str(OWN_MODEL))
+def test_the_custom_loop_has_the_losses_of_the_stock_loop(pool: RankPool) -> None:
+    expected = printed_losses(STOCK_LOOP.read_text())
+    assert len(expected) == 10
+    assert expected[-1] < expected[0] - 0.5
+    losses, *_ = pool.run(custom_losses, 4)
+    assert losses == pytest.approx(expected, abs=2e-4)  # four digits are printed
+
+
+def test_the_readme_shows_what_changes_in_a_loop() -> None:
+    (shown_there,) = (b.text for b in blocks("README.md") if b.language == "diff")
+    stock, custom = (path.read_text().splitlines() for path in (STOCK_LOOP, CUSTOM_LOOP))
+    lines = list(difflib.unified_diff(stock, custom, lineterm="", n=1))[2:]
+    assert shown_there == "".join(f"{'@@' if line.startswith('@@') else line}\n" for line in lines)
+
+
+def test_the_page_shows_the_custom_loop_as_it_is() -> None:
+    assert CUSTOM_LOOP.read_text() in [b.text for b in blocks("docs/tutorials/own-loop.md")]
+
+
+def test_the_comparison_of_plans_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples/compare_plans.py"))
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"step +[\d.]+ s  MFU +[\d.]+ %", printed)) >= 10
+
+
+# -- a custom module ------------------------------------------------------------------------------------------------
+
+CUSTOM_MODULE = ROOT / "examples/custom_module.py"
+
+
+def custom_module() -> dict[str, Any]:
+    return runpy.run_path(str(CUSTOM_MODULE))
 
 
 def losses_on(shape: tuple[int, int, int, int]) -> list[float]:
-    return own_model()["train"](ff.Grid.create(shape))
+    return custom_module()["train"](ff.Grid.create(shape))
 
 
 def plain_losses(steps: int = 5) -> list[float]:
     """The same weights, in the model as it is written, with the loss and the optimizer of PyTorch."""
-    names = own_model()
+    names = custom_module()
     with torch.device("meta"):
         drawn = names["Model"]()
     ff.parallelize(drawn, ff.Grid.create((1, 1, 1, 1)), roles=names["ROLES"], seed=0)
@@ -90,7 +131,7 @@ def plain_losses(steps: int = 5) -> list[float]:
     return losses
 
 
-def test_the_example_of_an_own_model_trains_like_plain_pytorch(pool: RankPool) -> None:
+def test_the_custom_module_trains_like_plain_pytorch(pool: RankPool) -> None:
     (expected,) = pool.run(plain_losses, 1)
     assert expected[-1] < expected[0] - 0.5
     for shape in ((1, 1, 2, 2), (2, 2, 1, 1)):
@@ -98,6 +139,6 @@ def test_the_example_of_an_own_model_trains_like_plain_pytorch(pool: RankPool) -
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_page_shows_the_example_of_an_own_model_as_it_is() -> None:
-    (shown_there,) = (b.text for b in blocks("docs/own-model.md") if b.language == "python")
-    assert shown_there == OWN_MODEL.read_text()
+def test_the_page_shows_the_custom_module_as_it_is() -> None:
+    (shown_there,) = (b.text for b in blocks("docs/tutorials/own-module.md") if b.language == "python")
+    assert shown_there == CUSTOM_MODULE.read_text()

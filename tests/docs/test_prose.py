@@ -13,6 +13,7 @@ from tests.documented import PAGES, check, is_name_of_a_command, options_of_all,
 
 # Options that pages name, of programs that are none of ours.
 OF_OTHERS = {
+    "--build-arg": "docker",
     "--requeue": "sbatch",
     "--heartbeat_timeout_ms": "torchft_lighthouse",
     "--numa-binding": "torchrun",
@@ -25,12 +26,15 @@ def wrong_with(span: str, options: set[str]) -> str | None:
     """Why what stands between two backticks is none of ours, if it looks as if it were."""
     words = span.split()
     try:
-        if words[0] == "fourfold" and is_name_of_a_command(words[1:]):
+        # The name of a command, or of an option of it, without values.
+        named = [word for word in words[1:] if not word.startswith("--")]
+        is_bare = words[1:] == named + [word for word in words if word in options]
+        if words[0] == "fourfold" and is_bare and is_name_of_a_command(named):
             return None
         if span.startswith(("fourfold ", "torchrun -", "python -m benchmarks", "python -m fourfold")):
             check(span)
         elif words[0].startswith("--"):
-            named = {word.split("=")[0] for word in words if word.startswith("--")}
+            named = {word.split("=")[0].rstrip(",") for word in words if word.startswith("--")}
             unknown = sorted(named - options - set(OF_OTHERS))
             return f"no command has {unknown[0]}" if unknown else None
         elif re.match(r"(with )?ff\.\w+\(", span):

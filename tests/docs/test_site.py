@@ -55,18 +55,18 @@ def test_the_quick_start_is_that_of_the_readme(built: Path) -> None:
 
 
 def test_every_field_command_and_name_has_its_place(built: Path) -> None:
-    fields = text_of(built / "run-file.html")
+    fields = text_of(built / "reference/run-config.html")
     for section in RunConfig.model_fields.values():
         for about in getattr(section.annotation, "model_fields", {}).values():
             words = re.sub(r"`", "", about.description).replace("&", "&amp;")
             assert words in fields, about.description
-    hooks = site("hooks")
-    shown_commands = text_of(built / "commands.html")
-    names = [name for name, _ in hooks.leaves(hooks.parser_of_fourfold(), "fourfold")]
+    reference = site("reference")
+    shown_commands = text_of(built / "reference/commands.html")
+    names = [name for name, _ in reference.leaves(reference.parser_of_fourfold(), "fourfold")]
     assert "fourfold data prepare" in names
-    assert [name for name in names if f"usage: {name} " not in shown_commands] == []
-    api = (built / "api.html").read_text()
-    assert [name for name in ff.__all__ if f'id="fourfold.{name}"' not in api] == []
+    assert [name for name in names if f"{name} " not in shown_commands] == []
+    python = text_of(built / "reference/python.html")
+    assert [name for name in ff.__all__ if f"ff.{name}" not in python] == []
 
 
 def test_the_pictures_are_those_that_the_script_draws(built: Path) -> None:
@@ -80,22 +80,27 @@ def test_the_pictures_are_those_that_the_script_draws(built: Path) -> None:
 
 
 def build_page(text: str, folder: Path) -> Path:
-    """A site of one page, and what the hooks add."""
+    """A site of two pages, with the hooks."""
     docs = folder / "docs"
     docs.mkdir()
     (docs / "index.md").write_text(f"# Home\n\n{text}\n")
-    nav = [{"Home": "index.md"}, {"File": "run-file.md"}, {"Commands": "commands.md"}]
+    (docs / "axes.md").write_text("# Axes\n\n## The grid\n")
+    for linked in ("install.md", "how-to/train.md"):  # by the quick start of the README
+        (docs / linked).parent.mkdir(exist_ok=True)
+        (docs / linked).write_text("# Linked\n")
+    names = ("index.md", "axes.md", "install.md", "how-to/train.md")
+    nav = [{name: name} for name in names]
     return build_site(folder / "site", docs_dir=str(docs), nav=nav, extra_css=[])
 
 
 def test_a_page_with_right_references_builds(tmp_path: Path) -> None:
-    right = "[a](run-file.md#grid) \n\n[a](../README.md#quick-start)\n\n::: fourfold.factorisations"
-    assert "All grids" in (build_page(right, tmp_path) / "index.html").read_text()
+    right = "[a](axes.md#the-grid) \n\n[a](../README.md#quick-start)"
+    assert "fourfold export" in (build_page(right, tmp_path) / "index.html").read_text()
 
 
 @pytest.mark.parametrize(
     "wrong",
-    ["[a](nowhere.md)", "[a](run-file.md#nowhere)", "::: fourfold.nowhere", "[a](../README.md#nowhere)"],
+    ["[a](nowhere.md)", "[a](axes.md#nowhere)", "[a](../README.md#nowhere)"],
 )
 def test_a_page_with_a_wrong_reference_fails_the_build(wrong: str, tmp_path: Path) -> None:
     with pytest.raises((Abort, KeyError)):

@@ -1,0 +1,294 @@
+"""Write the pages that are made from benchmarks/results: what is checked, and which models are tested.
+
+python docs/site/results.py            write them
+python docs/site/results.py --check    fail if they are out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent
+sys.path.insert(0, str(DOCS.parent))
+
+from benchmarks.record import FOLDER, file_of  # noqa: E402
+
+GENERATED = "<!-- Written by docs/site/results.py from benchmarks/results. -->"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A claim, the benchmark that checks it, and the threshold that the benchmark applies."""
+
+    claim: str
+    benchmark: str
+    threshold: str
+    tier: str = "by hand"
+    # How the line of the output that has the result begins; by default it is the last one.
+    result: str = ""
+    exit_code: int = 0
+
+
+CHECKS = {
+    "Exactness": (
+        Check(
+            "every grid of 8 ranks gives the loss, gradients and weights of one process, for five kinds of model",
+            "parity --ranks 8",
+            "all grids; loss 1e-5, gradients and weights 1e-4",
+        ),
+        Check(
+            "the same on some grids",
+            "parity --ranks 8 --quick",
+            "all grids; loss 1e-5, gradients and weights 1e-4",
+            "nightly",
+        ),
+        Check(
+            "with FSDP2",
+            "parity --ranks 8 --weights fsdp2",
+            "all grids; loss 1e-5, gradients and weights 1e-4",
+        ),
+        Check(
+            "with replicated activations",
+            "parity --ranks 8 --activations replicated",
+            "all grids; loss 1e-5, gradients and weights 1e-4",
+        ),
+        Check(
+            "five grids of 16 ranks", "parity --ranks 16", "all grids; loss 1e-5, gradients and weights 1e-4"
+        ),
+        Check("the check can fail", "parity --ranks 8 --quick --break norm", "exit code 1", exit_code=1),
+        Check(
+            "every model family is exact, or rejected by name",
+            "families",
+            "60 exact, 40 of them with sequence-parallel activations, 0 failed",
+            "nightly",
+            "families:",
+        ),
+        Check(
+            "safetensors to a grid, through training, and back",
+            "export",
+            "weights bit-equal, logits 1e-5",
+            "nightly",
+        ),
+        Check(
+            "a checkpoint of each of 12 grids loads on each of them",
+            "reshard",
+            "weights and optimizer bit-equal",
+            "nightly",
+        ),
+    ),
+    "Communication and memory": (
+        Check("each rank sends exactly the bytes of the formulas", "traffic", "equal", "nightly"),
+        Check("loading holds no more than a rank's own part", "memory", "the formula", "nightly"),
+        Check(
+            "a dry run has the collectives and the memory of a real step, also at 16,384 and 131,072 ranks",
+            "dryrun",
+            "collectives equal, memory 3 %, 60 s, 4 GB",
+        ),
+        Check(
+            "memory, FLOPs and bytes of sequence-parallel activations are those of the formulas",
+            "tokens",
+            "equal; a step is shorter",
+        ),
+    ),
+    "Speed": (
+        Check(
+            "host time of one block: (1,1,1,1) / stock; z = 2 / FSDP2; z = 2, x = 2 / FSDP2 with TP; y = 2 / without",
+            "host",
+            "1.05; 1.05; 0.8; 1.25",
+        ),
+        Check(
+            "a step compared with PyTorch: one rank; x = 2; FSDP2; streamed weights between hosts",
+            "engine",
+            "1.03; 0.95; 1.02; 0.90",
+        ),
+        Check("how much communication hides, by axis", "overlap", "1.2 to 1.4 times the limit"),
+        Check("the best 4D layout and the best of stock PyTorch", "headline", "1.26 times as fast"),
+    ),
+    "Planner": (
+        Check(
+            "predictions compared with published runs of other software",
+            "published",
+            "median error 10 %, and four others",
+            "nightly",
+            "published: held-out median",
+        ),
+        Check(
+            "the first choice compared with every layout of 8 ranks, measured",
+            "regret",
+            "3 %, and three others",
+        ),
+        Check("layouts per second, and six known cases", "search", "5,000 layouts per second"),
+    ),
+    "Runs": (
+        Check("the quick start, from an empty environment", "quickstart", "600 s", "nightly", "quickstart:"),
+        Check(
+            "no saved step is lost, no wrong byte loaded, no hang silent ([Fault tolerance](../reliability.md))",
+            "faults",
+            "one for each row",
+        ),
+    ),
+}
+
+INDEX = """# What is checked
+
+Each claim has a command that checks it against a threshold, and exits with a non-zero code if it is missed. Run the commands from a
+checkout after `make setup`. `nightly` ones are part of `.ci/nightly`. Results are of two CPU cores with Gloo; their complete output is
+in `benchmarks/results/`. `python -m benchmarks.record NAME` records a new one.
+"""
+
+
+def index_page() -> str:
+    lines = [GENERATED, INDEX]
+    for heading, checks in CHECKS.items():
+        lines += [
+            f"## {heading}",
+            "",
+            "| claim | command | when | threshold | last result |",
+            "|---|---|---|---|---|",
+        ]
+        for check in checks:
+            cells = (check.claim, f"`python -m benchmarks.{check.benchmark}`", check.tier, check.threshold)
+            lines.append(f"| {' | '.join(cells)} | {_result(check)} |")
+        lines.append("")
+    lines += [
+        "## More",
+        "",
+        "- [Performance](performance.md): what was measured, and why thresholds were missed.",
+        "- [Planner accuracy](planner-accuracy.md): predictions, published runs and measured steps.",
+        "- [Models](../reference/models.md): every family.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _result(check: Check) -> str:
+    path = FOLDER / file_of(shlex.split(check.benchmark))
+    if not path.exists():
+        return "not recorded"
+    record = json.loads(path.read_text())
+    lines = [line for line in record["output"] if line.strip() and line.startswith(check.result)]
+    outcome = "" if record["exit_code"] == check.exit_code else f"**exit code {record['exit_code']}**: "
+    said = lines[-1].strip().replace("|", "\\|") if lines else "no output"
+    return f"{outcome}{said} ({record['date']}, {record['commit']})"
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+MODELS = """# Models
+
+Fourfold trains Hugging Face models whose configuration has a tensor-parallel plan, and those in a table of its own. This page has
+every such family of transformers {transformers}. For each, `python -m benchmarks.families` trains a tiny random model on the grids
+(1, 2, 2, 2) and (1, 1, 2, 4) (data, z, y, x), and compares the loss and every gradient with the stock model in one process.
+
+**{tested} of {all} families are exact on all four axes. None is inexact.** The others are rejected on grids with x > 1 or y > 1, by
+the name of the module that is in the way. On grids with x = y = 1 (FSDP and data parallelism) they are exact as well, except where the
+last table says otherwise.
+"""
+
+
+def models_page() -> str:
+    record = json.loads((FOLDER / "families.json").read_text())
+    rows = [row for line in record["output"] if (row := _row(line))]
+    if record["exit_code"] or any(row["outcome"] == "failed" for row in rows):
+        raise ValueError(
+            "the recorded run of benchmarks.families failed, and the page would say that it did not"
+        )
+    tested = [row for row in rows if row["outcome"] == "verified"]
+    rejected = [row for row in rows if row["outcome"] == "refused"]
+    names = {row["family"].partition(":")[0] for row in rows}
+    fully = names - {row["family"].partition(":")[0] for row in rejected}
+    lines = [
+        GENERATED,
+        MODELS.format(tested=len(fully), all=len(names), **record["versions"]),
+        "## On all four axes",
+        "",
+        "The error is the largest of any gradient, relative to that gradient's largest entry.",
+        "",
+        "| family | replicated activations | sequence-parallel activations |",
+        "|---|---|---|",
+    ]
+    notes: list[str] = []
+    for row in tested:
+        by_tokens = row["by_tokens"]
+        if by_tokens.startswith("refused: "):
+            notes.append(f"- `{row['family']}`: {_code(by_tokens.removeprefix('refused: '))}")
+            by_tokens = "rejected, see below"
+        lines.append(f"| {row['family']} | {row['detail']} | {by_tokens.removeprefix('verified ')} |")
+    lines += ["", "Families that need `activations='replicated'`:", "", *notes, ""]
+    experts = [
+        row for row in rejected if _reason(row) == "experts" and row["detail"].endswith("[z and data: exact]")
+    ]
+    lines += [
+        "## On z and data alone: mixture of experts",
+        "",
+        "Their expert layers are not sharded over x and y yet.",
+        "",
+        ", ".join(row["family"] for row in experts) + ".",
+        "",
+        "## On z and data alone: other reasons",
+        "",
+        "| family | on all four axes | on z and data |",
+        "|---|---|---|",
+    ]
+    for row in rejected:
+        said, _, alone = row["detail"].partition(" [z and data: ")
+        alone = alone.removesuffix("]").replace("refused, ", "rejected: ")
+        if row in experts:
+            continue
+        lines.append(f"| {row['family']} | {_code(said.partition('; ')[0])} | {_code(alone)} |")
+    lines += [
+        "",
+        f"Recorded on {record['date']} at {record['commit']}, with torch {record['versions']['torch']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(line: str) -> dict[str, str]:
+    """A line of the output, such as "llama   verified 1.2e-06; by tokens verified 1.3e-06"."""
+    found = re.match(r"(\S+)\s+(verified|refused|failed)[: ]+(.*)", line)
+    if not found:
+        return {}
+    detail, _, by_tokens = found[3].partition("; by tokens ")
+    return {"family": found[1], "outcome": found[2], "detail": detail, "by_tokens": by_tokens}
+
+
+def _reason(row: dict[str, str]) -> str:
+    return "experts" if "plan style 'moe_" in row["detail"] else "other"
+
+
+def _code(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def pages() -> dict[Path, str]:
+    return {
+        DOCS / "verification/index.md": index_page(),
+        DOCS / "reference/models.md": models_page(),
+    }
+
+
+def outdated() -> list[Path]:
+    return [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if a page is out of date")
+    options = parser.parse_args(arguments)
+    old = outdated()
+    for path in old:
+        if not options.check:
+            path.write_text(pages()[path])
+        print(f"{'out of date' if options.check else 'wrote'}: {path}")
+    return 1 if old and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
