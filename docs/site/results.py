@@ -138,8 +138,8 @@ CHECKS = {
 INDEX = """# What is checked
 
 Each claim has a command that checks it against a threshold, and exits with a non-zero code if it is missed. Run the commands from a
-checkout after `make setup`. `nightly` ones are part of `.ci/nightly`. Results are of two CPU cores with Gloo; their complete output is
-in `benchmarks/results/`. `python -m benchmarks.record NAME` records a new one.
+checkout after `make setup`. `nightly` ones are part of `.ci/nightly`. Results are of two CPU cores with Gloo; their output is
+in `benchmarks/results/`, without what pip printed and paths of the machine. `python -m benchmarks.record NAME` records a new one.
 """
 
 
