@@ -24,8 +24,7 @@ docs:  ## the site, in out/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 reference:  ## the pages of docs/reference and docs/verification, from the code and the recorded results
-	$(BIN)/python docs/site/reference.py
-	$(BIN)/python docs/site/results.py
+	$(BIN)/python docs/site/write.py
 
 bench:  ## list the benchmarks, and run the quickest
 	@echo "benchmarks, each run by 'python -m benchmarks.<name>':"

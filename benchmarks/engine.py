@@ -187,7 +187,7 @@ def show(part: str, result: dict[str, Any]) -> bool:
 
 
 def compare(folder: Path, parts: Sequence[str], sizes: Sequence[str]) -> int:
-    """Measure each part by both versions in turns; returns how many have become slower by more than the spread."""
+    """Measure each part by both versions in turns; returns how many have become slower, by the median of the turns."""
     versions = {folder: folder / ".ci/venv/bin/python", Path.cwd(): Path(sys.executable)}
     slower = 0
     for part in parts:
@@ -202,13 +202,15 @@ def compare(folder: Path, parts: Sequence[str], sizes: Sequence[str]) -> int:
                 seconds[version].append(float(found[1]))
         before, now = seconds.values()
         ratios = sorted(b / a for a, b in zip(before, now, strict=True))
-        slower += ratios[0] > 1
+        slower += statistics.median(ratios) > 1
         print(
             f"{part:11} {PARTS[part][3]:56} before {min(before):.3f} to {max(before):.3f} s, now {min(now):.3f} to "
             f"{max(now):.3f} s: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
             flush=True,
         )
-    print(f"engine: {len(parts) - slower}/{len(parts)} parts not slower than {folder}; {TURNS} turns")
+    print(
+        f"engine: {len(parts) - slower}/{len(parts)} parts not slower than {folder} by the median of {TURNS} turns"
+    )
     return slower
 
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,14 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--here", action="store_true", help="use the environment that runs this")
     options = parser.parse_args(arguments)
-    block = commands((ROOT / "README.md").read_text())
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name) / "fourfold"
-        copy.mkdir()  # of what is committed: the reader's own quick start may be in the checkout
-        files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-        for file in filter(lambda name: (ROOT / name).exists(), files.stdout.splitlines()):
-            (copy / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / file, copy / file)
+        # What is committed: a checkout may hold what an earlier quick start made.
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(copy)], check=True)
+        block = commands((copy / "README.md").read_text())
         if options.here:
             block = without_installing(block)
             (copy / ENVIRONMENT).symlink_to(sys.prefix)

@@ -1,6 +1,8 @@
 """Run a benchmark and keep what it printed, for the page of what is checked (docs/site/results.py).
 
-python -m benchmarks.record parity --ranks 8    writes benchmarks/results/parity-ranks-8.json
+A record is a file of benchmarks/results, named by the command: here parity-ranks-8.json.
+
+    python -m benchmarks.record parity --ranks 8
 """
 
 from __future__ import annotations

@@ -183,11 +183,14 @@ def options_of_all() -> Iterator[str]:
 
 
 def is_name_of_a_command(words: list[str]) -> bool:
-    """Is it a command named in prose without its arguments, such as `fourfold checkpoint ls`?"""
+    """Is it a command, or an option of it, named in prose without values, such as `fourfold checkpoint ls`?"""
     parser = site("reference").parser_of(fourfold)
-    for word in words:
+    options = [word for word in words if word.startswith("--")]
+    for word in words[: len(words) - len(options)]:
         below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         if not below or word not in below[0].choices:
             return False
         parser = below[0].choices[word]
-    return True
+    return words[len(words) - len(options) :] == options and set(options) <= set(
+        parser._option_string_actions
+    )

@@ -1,8 +1,4 @@
-"""Write the pages of docs/reference that the code can say for itself: commands, run config, Python.
-
-python docs/site/reference.py            write them
-python docs/site/reference.py --check    fail if they are not what the code says
-"""
+"""The pages of docs/reference that the code can say for itself: commands, run config, Python. write.py writes them."""
 
 from __future__ import annotations
 
@@ -11,9 +7,7 @@ import dataclasses
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,41 +17,17 @@ import fourfold as ff
 from fourfold.config.describe import reference
 from fourfold.config.schema import RunConfig
 
-FOLDER = Path(__file__).parent.parent / "reference"
-GENERATED = "<!-- Written by docs/site/reference.py. Change the code, and run `make reference`. -->"
+GENERATED = "<!-- Written by docs/site/write.py. Change the code, and run `make reference`. -->"
 
 
 def pages() -> dict[str, str]:
-    """The text of each page, by its file name."""
+    """The text of each page, by its path below docs/."""
     return {
-        "commands.md": commands_page(),
-        "run-config.md": run_config_page(),
-        "run-config.schema.json": json.dumps(RunConfig.model_json_schema(), indent=2) + "\n",
-        "python.md": python_page(),
+        "reference/commands.md": commands_page(),
+        "reference/run-config.md": run_config_page(),
+        "reference/run-config.schema.json": json.dumps(RunConfig.model_json_schema(), indent=2) + "\n",
+        "reference/python.md": python_page(),
     }
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if a page is out of date")
-    options = parser.parse_args(arguments)
-    old = outdated()
-    for name in old:
-        if not options.check:
-            (FOLDER / name).write_text(pages()[name])
-        print(f"{'out of date' if options.check else 'wrote'}: {FOLDER / name}")
-    return 1 if old and options.check else 0
-
-
-def outdated() -> list[str]:
-    """The names of pages that are not what the code says."""
-    return [
-        name
-        for name, text in pages().items()
-        if not (FOLDER / name).exists() or (FOLDER / name).read_text() != text
-    ]
 
 
 # -- the run config ---------------------------------------------------------------------------------------------------
@@ -277,7 +247,3 @@ def _docstring(text: str | None) -> list[str]:
     # Two backticks are those of reStructuredText; a comment for doctest is not for readers.
     lines = [re.sub(r" *# doctest: \S+$", "", line) for line in lines]
     return [re.sub(r"``([^`]+)``", r"`\1`", line) for line in lines] + [""]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,25 +1,15 @@
-"""Write the pages that are made from benchmarks/results: what is checked, and which models are tested.
-
-python docs/site/results.py            write them
-python docs/site/results.py --check    fail if they are out of date
-"""
+"""The pages that are made from benchmarks/results: what is checked, and which models are tested. write.py writes them."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-DOCS = Path(__file__).parent.parent
-sys.path.insert(0, str(DOCS.parent))
+from benchmarks.record import FOLDER, file_of
 
-from benchmarks.record import FOLDER, file_of  # noqa: E402
-
-GENERATED = "<!-- Written by docs/site/results.py from benchmarks/results. -->"
+GENERATED = "<!-- Written by docs/site/write.py from benchmarks/results. -->"
 
 
 @dataclass(frozen=True)
@@ -35,32 +25,31 @@ class Check:
     exit_code: int = 0
 
 
+PARITY = "all grids; loss 1e-5, gradients and weights 1e-4"
 CHECKS = {
     "Exactness": (
         Check(
             "every grid of 8 ranks gives the loss, gradients and weights of one process, for five kinds of model",
             "parity --ranks 8",
-            "all grids; loss 1e-5, gradients and weights 1e-4",
+            PARITY,
         ),
         Check(
             "the same on some grids",
             "parity --ranks 8 --quick",
-            "all grids; loss 1e-5, gradients and weights 1e-4",
+            PARITY,
             "nightly",
         ),
         Check(
             "with FSDP2",
             "parity --ranks 8 --weights fsdp2",
-            "all grids; loss 1e-5, gradients and weights 1e-4",
+            PARITY,
         ),
         Check(
             "with replicated activations",
             "parity --ranks 8 --activations replicated",
-            "all grids; loss 1e-5, gradients and weights 1e-4",
+            PARITY,
         ),
-        Check(
-            "five grids of 16 ranks", "parity --ranks 16", "all grids; loss 1e-5, gradients and weights 1e-4"
-        ),
+        Check("five grids of 16 ranks", "parity --ranks 16", PARITY),
         Check("the check can fail", "parity --ranks 8 --quick --break norm", "exit code 1", exit_code=1),
         Check(
             "every model family is exact, or rejected by name",
@@ -221,7 +210,9 @@ def models_page() -> str:
         lines.append(f"| {row['family']} | {row['detail']} | {by_tokens.removeprefix('verified ')} |")
     lines += ["", "Families that need `activations='replicated'`:", "", *notes, ""]
     experts = [
-        row for row in rejected if _reason(row) == "experts" and row["detail"].endswith("[z and data: exact]")
+        row
+        for row in rejected
+        if "plan style 'moe_" in row["detail"] and row["detail"].endswith("[z and data: exact]")
     ]
     lines += [
         "## On z and data alone: mixture of experts",
@@ -235,11 +226,9 @@ def models_page() -> str:
         "| family | on all four axes | on z and data |",
         "|---|---|---|",
     ]
-    for row in rejected:
+    for row in (row for row in rejected if row not in experts):
         said, _, alone = row["detail"].partition(" [z and data: ")
         alone = alone.removesuffix("]").replace("refused, ", "rejected: ")
-        if row in experts:
-            continue
         lines.append(f"| {row['family']} | {_code(said.partition('; ')[0])} | {_code(alone)} |")
     lines += [
         "",
@@ -257,38 +246,10 @@ def _row(line: str) -> dict[str, str]:
     return {"family": found[1], "outcome": found[2], "detail": detail, "by_tokens": by_tokens}
 
 
-def _reason(row: dict[str, str]) -> str:
-    return "experts" if "plan style 'moe_" in row["detail"] else "other"
-
-
 def _code(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def pages() -> dict[Path, str]:
-    return {
-        DOCS / "verification/index.md": index_page(),
-        DOCS / "reference/models.md": models_page(),
-    }
-
-
-def outdated() -> list[Path]:
-    return [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if a page is out of date")
-    options = parser.parse_args(arguments)
-    old = outdated()
-    for path in old:
-        if not options.check:
-            path.write_text(pages()[path])
-        print(f"{'out of date' if options.check else 'wrote'}: {path}")
-    return 1 if old and options.check else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def pages() -> dict[str, str]:
+    """The text of each page, by its path below docs/."""
+    return {"verification/index.md": index_page(), "reference/models.md": models_page()}

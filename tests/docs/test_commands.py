@@ -26,6 +26,7 @@ from tests.documented import (
     check,
     commands,
     parse,
+    spans,
 )
 
 # Commands that are not run here, by their exact words, and who runs them.
@@ -136,7 +137,7 @@ def run(command: str, block: Code, folder: Path, pool: RankPool, trained: int) -
     )
     words = [*shlex.split(command)[1:], *SMALLER.get(shlex.split(command)[1], [])]
     if words[0] in ALIKE:
-        alike = str(sorted((k, str(v)) for k, v in vars(parse(fourfold, words)).items() if k != "config"))
+        alike = str(sorted((k, str(v)) for k, v in vars(parse(fourfold, words)).items()))
         if alike in _done:
             return trained
         _done.add(alike)
@@ -149,8 +150,12 @@ def run(command: str, block: Code, folder: Path, pool: RankPool, trained: int) -
         options = parse(fourfold, words)
         ranks = load_run(options.file, options.set).grid.size
     assert pool.run(run_on_rank, ranks, str(folder), words) == [0] * ranks
-    steps = [json.loads(line)["step"] for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, trained + 2)), f"{block.page}:{block.line}: {command}"
+    metrics = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(1, trained + 2)), (
+        f"{block.page}:{block.line}: {command}"
+    )
+    described = {span.text for span in spans("docs/reference/metrics.md")}
+    assert set(metrics[-1]) <= described, "a metric that docs/reference/metrics.md does not describe"
     return trained + 1
 
 
