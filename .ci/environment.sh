@@ -8,9 +8,10 @@ trap 'rm -rf "$work"' EXIT
 
 section() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }
 
-# make_environment EXTRAS: this package, editable, with these extras.
+# make_environment EXTRAS [OPTION...]: this package, editable, with these extras and options of pip.
 make_environment() {
-    local candidate python=
+    local candidate python= extras=$1
+    shift
     for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             python=$candidate
@@ -22,6 +23,6 @@ make_environment() {
     # The build back end comes first, so that no isolated environment is needed, which could bring its own torch.
     # Nothing is compiled here: there are thousands of files, and tests import some of them.
     "$bin/pip" install --quiet --no-compile torch==2.13.0 'setuptools>=77'
-    "$bin/pip" install --quiet --no-compile --no-build-isolation -e ".[$1]" torch==2.13.0
+    "$bin/pip" install --quiet --no-compile --no-build-isolation "$@" -e ".[$extras]" torch==2.13.0
     "$bin/python" -c 'import sys, torch; print("python", sys.version.split()[0], "torch", torch.__version__)'
 }

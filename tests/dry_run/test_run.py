@@ -175,6 +175,7 @@ def test_code_that_reads_a_tensor_value_is_named():
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "vocab_size": 64,
+        "layerdrop": 0.1,
     }
     config = OPTConfig(**sizes, max_position_embeddings=32, word_embed_proj_dim=32)
     with pytest.raises(ValueError, match=r"OPTForCausalLM reads .*modeling_opt.py:\d+: if .*simulate 0"):

@@ -77,7 +77,7 @@ def shard_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Se
             f"{name} has an encoder and a decoder with different tokens, but only one batch of tokens can be sharded over "
             f"x={grid.x} and y={grid.y}{_code(model.modules(), 'encoder')}; use activations='replicated'"
         )
-    if getattr(model, "is_gradient_checkpointing", False):
+    if any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise UnsupportedError(
             f"{name}.gradient_checkpointing_enable() was called: its blocks would be recomputed without knowing which batch the "
             f"tokens sharded over x={grid.x} and y={grid.y} belong to; use activation_checkpointing='full' instead, or "
