@@ -4,7 +4,7 @@
 
 Equality: on eight Gloo ranks, a training step's collectives, one by one in their order, against those of the dry run, on
 five grids and with both kinds of weights; and the peak of what PyTorch's allocator handed out in that step, by its
-profiler, against the predicted one, within 3 %. The same with token-sharded activations, on grids with x and y, with
+profiler, against the predicted one, within 3 %. The same with sequence-parallel activations, on grids with x and y, with
 gathered inputs that are kept and with such that come again.
 
 Size: Llama-3.1-405B's configuration on 16,384 ranks and a dense model of 10^12 parameters on 131,072, each in a process of
@@ -36,8 +36,8 @@ from fourfold.mesh.grid import Grid
 
 RANKS = 8
 GRIDS = ((1, 1, 2, 4), (2, 2, 1, 2), (1, 4, 2, 1), (8, 1, 1, 1), (1, 2, 2, 2))
-# With token-sharded activations: (grid, are gathered inputs kept).
-TOKEN_SHARDED = (((1, 1, 2, 4), True), ((1, 1, 4, 2), False), ((1, 2, 2, 2), True), ((1, 2, 2, 2), False))
+# With sequence-parallel activations: (grid, are gathered inputs kept).
+SEQUENCE_PARALLEL = (((1, 1, 2, 4), True), ((1, 1, 4, 2), False), ((1, 2, 2, 2), True), ((1, 2, 2, 2), False))
 MEMORY_BAR = 0.03
 TIME_BAR_S, MEMORY_BAR_GB = 60, 4
 SEQUENCES, LENGTH = 16, 128
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = []
     with RankPool(RANKS, quiet=True) as pool:
         rows: list[tuple[Any, str, bool]] = [(shape, "replicated", True) for shape in GRIDS]
-        rows += [(shape, "token-sharded", keep) for shape, keep in TOKEN_SHARDED]
+        rows += [(shape, "sequence-parallel", keep) for shape, keep in SEQUENCE_PARALLEL]
         for shape, activations, keep_inputs in rows:
             for weights in ("streamed", "fsdp2"):
                 same, off = compare(pool, shape, weights, "fp32", activations, keep_inputs)

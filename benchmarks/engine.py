@@ -11,8 +11,8 @@ Training steps (forward, backward, AdamW) of one Llama, fp32, each pair in turns
 Between two hosts the rate of the links is that at which the communication of the step alone takes as long as its
 computation alone. `fully_shard` is also shown tuned beyond what PyTorch has (`benchmarks.baseline`, overlap), without a threshold.
 
-With `--compare-to` each part is measured in turns by this version and by another checkout, which has its own environment
-in `.ci/venv`: how long does our step take, relative to theirs?
+With `--compare-to` this version and another checkout, which has its own environment in `.ci/venv`, take steps in turns:
+how long does ours take, relative to theirs? (`benchmarks.versions`)
 
     python -m benchmarks.engine
     python -m benchmarks.engine --only b d
@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -40,7 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
-from benchmarks import baseline
+from benchmarks import baseline, versions
 from benchmarks.cluster import Cluster, why_not
 from benchmarks.measure import (
     ROUNDS,
@@ -63,7 +61,6 @@ from benchmarks.ranks import RankPool
 from fourfold.mesh.grid import Grid
 
 LEARNING_RATE = 1e-4
-TURNS = 3
 SIZES = ("rounds", "hidden", "layers", "sequences", "length")
 # part: (ranks, hosts, threshold, what it is)
 PARTS = {
@@ -186,30 +183,16 @@ def show(part: str, result: dict[str, Any]) -> bool:
     return reached <= bar
 
 
-def compare(folder: Path, parts: Sequence[str], sizes: Sequence[str]) -> int:
-    """Measure each part by both versions in turns; returns how many have become slower, by the median of the turns."""
-    versions = {folder: folder / ".ci/venv/bin/python", Path.cwd(): Path(sys.executable)}
+def compare(folder: Path, parts: Sequence[str], sizes: Sequence[int], rounds: int) -> int:
+    """Take steps of each part by both versions in turns; returns how many parts have become slower, by the median."""
     slower = 0
     for part in parts:
-        seconds: dict[Path, list[float]] = {version: [] for version in versions}
-        for _ in range(TURNS):
-            for version, python in versions.items():
-                command = [str(python), "-m", "benchmarks.engine", "--only", part, *sizes]
-                result = subprocess.run(command, cwd=version, capture_output=True, text=True, check=False)
-                found = re.search(r"; ours ([0-9.]+) s", result.stdout)
-                if found is None:
-                    raise SystemExit(f"{version}: part {part} failed:\n{result.stderr}")
-                seconds[version].append(float(found[1]))
-        before, now = seconds.values()
-        ratios = sorted(b / a for a, b in zip(before, now, strict=True))
-        slower += statistics.median(ratios) > 1
-        print(
-            f"{part:11} {PARTS[part][3]:56} before {min(before):.3f} to {max(before):.3f} s, now {min(now):.3f} to "
-            f"{max(now):.3f} s: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
-            flush=True,
-        )
+        ranks, hosts, _, _ = PARTS[part]
+        compared = versions.compare(folder, versions.Work(part, ranks, hosts, *sizes), rounds)
+        slower += compared.ratio > 1
+        print(f"{part:11} {compared}", flush=True)
     print(
-        f"engine: {len(parts) - slower}/{len(parts)} parts not slower than {folder} by the median of {TURNS} turns"
+        f"engine: {len(parts) - slower}/{len(parts)} parts not slower than {folder} by the median of {rounds} rounds"
     )
     return slower
 
@@ -237,7 +220,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [p for p in PARTS if not options.only or p in options.only or p[0] in options.only]
     given = [f"--{name}={getattr(options, name)}" for name in SIZES]
     if options.compare_to:
-        return min(1, compare(options.compare_to.resolve(), chosen, given))
+        model = (options.hidden, options.layers, options.sequences, options.length)
+        return min(1, compare(options.compare_to.resolve(), chosen, model, options.rounds))
     print(
         f"training steps of a Llama of hidden {options.hidden}, {options.layers} layers, {options.sequences} x "
         f"{options.length} tokens, fp32, Gloo on CPU; no GPU has run this"

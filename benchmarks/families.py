@@ -193,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
             outcomes[family.name] = outcome
             line = f"{family.name:28} {outcome.status}{outcome.figure}"
             if outcome.status == "verified":
-                by_tokens[family.name] = check(pool, family, "token-sharded")
+                by_tokens[family.name] = check(pool, family, "sequence-parallel")
                 line += f"; by tokens {by_tokens[family.name].status}{by_tokens[family.name].figure}"
             elif (
                 set(family.plan_styles) <= PLAIN_STYLES and family.plan_styles and family.name not in NOT_TEXT

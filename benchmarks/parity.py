@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=8, choices=(2, 4, 8, 16))
     parser.add_argument("--models", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--weights", default="auto", choices=get_args(Weights))
-    parser.add_argument("--activations", default="token-sharded", choices=get_args(ActivationsWanted))
+    parser.add_argument("--activations", default="sequence-parallel", choices=get_args(ActivationsWanted))
     parser.add_argument("--quick", action="store_true", help="a few grids of 8 ranks instead of all")
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"

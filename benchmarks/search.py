@@ -1,7 +1,7 @@
 """How fast is the search, what does it choose where others have published their choice, and when does y pay?
 
 Layouts per second on one core, over the largest case. Then six well-known cases: the plan's best beside the published
-layout and figure, with replicated activations alone and with token-sharded ones offered as well. Then the cases at the limit
+layout and figure, with replicated activations alone and with sequence-parallel ones offered as well. Then the cases at the limit
 of strong scaling, where the second tensor axis may earn its place: the best layout against the best with y = 1, by the whole
 predicted step, the same both ways.
 
@@ -28,7 +28,7 @@ from fourfold.planner.search import Plan, search
 
 LAYOUTS_PER_S_BAR = 5000
 REPLICATED: tuple[Activations, ...] = ("replicated",)
-BOTH: tuple[Activations, ...] = ("replicated", "token-sharded")
+BOTH: tuple[Activations, ...] = ("replicated", "sequence-parallel")
 
 LLAMA_8B = Workload("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256)
 LLAMA_70B = Workload("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256)
@@ -116,7 +116,7 @@ def known_line(case: Case) -> list[str]:
 
 
 def strong_line(case: Case) -> tuple[list[str], float | None]:
-    """(cells, gain of y where token-sharded activations are offered)."""
+    """(cells, gain of y where sequence-parallel activations are offered)."""
     cells, gain = [case.title], None
     for activations in (REPLICATED, BOTH):
         plan = case.plan(activations)
@@ -162,18 +162,18 @@ def main(arguments: list[str] | None = None) -> int:
         "published layout",
         "published",
         "plan's best, activations replicated",
-        "plan's best, token-sharded ones offered",
+        "plan's best, sequence-parallel ones offered",
     ]
     show(header, [known_line(case) for case in KNOWN], markdown=options.markdown)
     print("Where y pays, by the whole step:")
     strong = [strong_line(case) for case in STRONG]
     header = ["case"]
-    for kind in ("replicated", "token-sharded offered"):
+    for kind in ("replicated", "sequence-parallel offered"):
         header += [f"{kind}: best", "best with y = 1", "gain of y"]
     show(header, [line for line, _ in strong], markdown=options.markdown)
     gains = [gain for _, gain in strong if gain is not None]
     print(
-        f"with token-sharded activations offered, y > 1 is the best in {sum(g > 1 for g in gains)} of {len(gains)} cases, by up "
+        f"with sequence-parallel activations offered, y > 1 is the best in {sum(g > 1 for g in gains)} of {len(gains)} cases, by up "
         f"to {max(gains) - 1:.1%}"
     )
 

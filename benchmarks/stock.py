@@ -46,8 +46,8 @@ class Stock:
         batch = batch or self.batch(self.steps_done)
         loss: Tensor = self.model(**batch, use_cache=False).loss
         loss.backward()
-        if self.run.optimizer.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optimizer.max_norm)
+        if self.run.optimizer.grad_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optimizer.grad_clip_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.run.optimizer.lr * learning_rate_factor(self.run.schedule, self.steps_done)
         self.optimizer.step()

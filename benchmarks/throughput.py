@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
             flush=True,
         )
 
-        with Checkpoints(folder / "checkpoints", keep=2) as checkpoints:
+        with Checkpoints(folder / "checkpoints", keep_last=2) as checkpoints:
             saves = AlternateSaves(checkpoints)
             alone(run, saves)
         cost = statistics.median(a / b for a, b in zip(saves.saving_s, saves.plain_s, strict=False))

@@ -121,9 +121,9 @@ def time_steps(shape: Shape, rounds: int, sizes: dict[str, int]) -> dict[str, tu
     ids = batch(config, sizes["sequences"], sizes["length"])
     ways = {
         "replicated": build(config, grid, activations="replicated"),
-        "token-sharded": build(config, grid, activations="token-sharded"),
+        "sequence-parallel": build(config, grid, activations="sequence-parallel"),
         "gathered again": build(
-            config, grid, activations="token-sharded", overlap=ff.Overlap(keep_inputs=False)
+            config, grid, activations="sequence-parallel", overlap=ff.Overlap(keep_inputs=False)
         ),
     }
     steps = {name: stepper(model, ids) for name, model in ways.items()}
@@ -142,7 +142,7 @@ def check_counts(pool: RankPool, shape: Shape) -> list[str]:
     replicated, _ = pool.run(count, RANKS, shape, "replicated")[0]
     wrong = []
     for keep_inputs, saved in ((True, right.saved), (False, right.saved_again)):
-        found = set(pool.run(count, RANKS, shape, "token-sharded", keep_inputs))
+        found = set(pool.run(count, RANKS, shape, "sequence-parallel", keep_inputs))
         name = f"{shape} inputs {'kept' if keep_inputs else 'gathered again'}"
         print(
             f"{name}: a block keeps {sorted({s for s, _ in found})} numbers, by the formula {saved} (replicated {replicated}); "
@@ -157,7 +157,7 @@ def check_counts(pool: RankPool, shape: Shape) -> list[str]:
 def check_sent(pool: RankPool, shape: Shape) -> list[str]:
     replicated, kept, again = (
         pool.run(sent, RANKS, shape, *way)[0]
-        for way in (("replicated", True), ("token-sharded", True), ("token-sharded", False))
+        for way in (("replicated", True), ("sequence-parallel", True), ("sequence-parallel", False))
     )
     for name, found in (("replicated", replicated), ("inputs kept", kept), ("gathered again", again)):
         print(
@@ -171,10 +171,10 @@ def check_sent(pool: RankPool, shape: Shape) -> list[str]:
 def check_steps(pool: RankPool, shape: Shape, rounds: int, sizes: dict[str, int]) -> list[str]:
     seconds = pool.run(time_steps, RANKS, shape, rounds, sizes, timeout_s=1800)[0]
     times = {name: Times(tuple(values)) for name, values in seconds.items()}
-    reached = ratio(times["token-sharded"], times["replicated"])
+    reached = ratio(times["sequence-parallel"], times["replicated"])
     again = ratio(times["gathered again"], times["replicated"])
     print(
-        f"{shape} step: replicated {times['replicated']}, token-sharded {times['token-sharded']}: {reached:.3f} (threshold: below 1); "
+        f"{shape} step: replicated {times['replicated']}, sequence-parallel {times['sequence-parallel']}: {reached:.3f} (threshold: below 1); "
         f"with inputs gathered again {times['gathered again']}: {again:.3f}",
         flush=True,
     )

@@ -4,11 +4,11 @@ One training step of Llama and GPT-2 on five grids. The bytes sent per axis are 
 algorithm, computed here from the model's sizes alone, and have to be equal to the byte. Statistics of norms, the
 scalars of the loss and gradients of replicated parameters are small and listed apart. Each block makes two forward and
 two backward all-reduces of activations on each tensor axis that is larger than one. Weights are kept both ways, by
-FSDP2 and streamed, which differ in what they gather twice. Token-sharded activations send the same bytes, by a
+FSDP2 and streamed, which differ in what they gather twice. Sequence-parallel activations send the same bytes, by a
 reduce-scatter and an all-gather for each all-reduce: the formulas of bytes are not changed for them.
 
     python -m benchmarks.traffic
-    python -m benchmarks.traffic --activations token-sharded   # these alone
+    python -m benchmarks.traffic --activations sequence-parallel   # these alone
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def check(
     # Two forward and two backward in each block; the head adds one on y forward and one on x backward, the embedding
     # one on x forward. By tokens each of them is two, one of which may be in the other direction.
     right_calls = {"y": (2 * LAYERS + 1, 2 * LAYERS), "x": (2 * LAYERS + 1, 2 * LAYERS + 1)}
-    if activations == "token-sharded":
+    if activations == "sequence-parallel":
         right_calls = {"y": (4 * LAYERS + 1, 4 * LAYERS + 1), "x": (4 * LAYERS + 2, 4 * LAYERS + 2)}
     for axis, passes in right_calls.items():
         if shape[("data", "z", "y", "x").index(axis)] == 1:

@@ -32,7 +32,7 @@ def write_run(folder: Path, kind: str = "llama", **changes: Any) -> dict[str, An
         "model": {"pretrained": str(folder / "model")},
         "data": {"sources": [{"path": str(folder / "data")}], "sequence_length": LENGTH},
         "batch": {"tokens": 8 * LENGTH},
-        "optimizer": {"lr": 1e-2, "eps": 1e-4, "max_norm": 0.5},
+        "optimizer": {"lr": 1e-2, "eps": 1e-4, "grad_clip_norm": 0.5},
         "schedule": {"steps": 6, "warmup_steps": 2},
         "engine": {"precision": "fp32"},
         "checkpoints": {"folder": str(folder / "checkpoints"), "every_steps": 2},
@@ -77,7 +77,7 @@ def train(
     if stop_at is not None:
         trainer.callbacks.append(StopAt(stop_at, trainer.grid.mesh.size() - 1, request))
     if saves:
-        with Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep) as checkpoints:
+        with Checkpoints(run.checkpoints.folder, keep_last=run.checkpoints.keep_last) as checkpoints:
             trainer.train(checkpoints, request)
     else:
         trainer.train(None, request)

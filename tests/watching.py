@@ -47,7 +47,7 @@ def watch(
         trainer = Trainer(run, Grid.create(shape), [*before, *callbacks_of(run), losses, *after])
         if stop_at is not None:
             trainer.callbacks.append(StopAt(stop_at, 0, request))
-        with Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep) as checkpoints:
+        with Checkpoints(run.checkpoints.folder, keep_last=run.checkpoints.keep_last) as checkpoints:
             trainer.train(checkpoints, request)
     request.close()
     return losses.by_step, printed.getvalue()

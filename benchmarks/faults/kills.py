@@ -146,7 +146,7 @@ def write(folder: Path, shape: tuple[int, ...], steps: int) -> Path:
         folder,
         grid=dict(zip(("data", "z", "y", "x"), shape, strict=True)),
         schedule={"steps": steps},
-        checkpoints={"every_steps": EVERY, "written_within_steps": 1},
+        checkpoints={"every_steps": EVERY, "max_async_lag_steps": 1},
     )
 
 

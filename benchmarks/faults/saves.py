@@ -120,7 +120,7 @@ def interrupted_saves(file: str, folder: str, small: bool, broken: bool) -> tupl
     with Checkpoints(where / "old") as checkpoints:
         checkpoints.save(old)
     calls: list[list[str]] = [[]] * ranks
-    with Checkpoints(start_from(where, "complete"), keep=keep) as checkpoints, interrupt_after() as done:
+    with Checkpoints(start_from(where, "complete"), keep_last=keep) as checkpoints, interrupt_after() as done:
         checkpoints.save(training)
         checkpoints.wait()
         dist.all_gather_object(calls, done)
@@ -130,7 +130,7 @@ def interrupted_saves(file: str, folder: str, small: bool, broken: bool) -> tupl
             if small and call.startswith("write rank-") and after % SMALL_EVERY:
                 continue
             tried += 1
-            checkpoints = Checkpoints(start_from(where, f"{victim}-{after}"), keep=keep)
+            checkpoints = Checkpoints(start_from(where, f"{victim}-{after}"), keep_last=keep)
             training.step = 2
             with in_place() if broken else nullcontext():
                 with interrupt_after(after) if rank == victim else nullcontext():

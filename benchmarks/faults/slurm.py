@@ -89,7 +89,7 @@ class Job:
             logs=folder / "logs",
             python=sys.executable,
             options={"time": "60", "partition": "main"},
-            warning_s=60,
+            grace_period_s=60,
         )
         script = folder / "run.sbatch"
         script.write_text(render(job))
@@ -100,7 +100,7 @@ class Job:
             self.folder,
             grid={"x": 2},
             schedule={"steps": steps},
-            checkpoints={"every_steps": 50, "keep": 5},
+            checkpoints={"every_steps": 50, "keep_last": 5},
         )
 
     def state(self) -> str:

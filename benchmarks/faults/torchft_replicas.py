@@ -176,7 +176,7 @@ class Job:
     def __init__(self, folder: Path, number: int, address: str, steps: int, broken: bool) -> None:
         self.folder = folder / f"replica-{number}"
         self.folder.mkdir()
-        reliability = {"lighthouse": address, "replica": number, "timeout_s": 20.0}
+        reliability = {"torchft_lighthouse": address, "replica": number, "timeout_s": 20.0}
         self._run = run_of(folder, folder / "shared", steps, {**GRID, "data": REPLICAS}, reliability)
         self._broken = broken
         self._pool = RankPool(RANKS, quiet=True, preload=PRELOAD)
@@ -319,7 +319,7 @@ def run_of(
     folder: Path, where: Path, steps: int, grid: dict[str, int], reliability: dict[str, Any]
 ) -> RunConfig:
     """A run without dropout, whose masks depend on the assignment of rows to replicas."""
-    checkpoints = {"folder": str(where / "checkpoints"), "every_steps": 50, "keep": 2}
+    checkpoints = {"folder": str(where / "checkpoints"), "every_steps": 50, "keep_last": 2}
     file = traced_run.write(
         folder,
         grid=grid,

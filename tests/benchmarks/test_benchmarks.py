@@ -72,10 +72,10 @@ def test_each_rank_sends_the_bytes_of_the_formulas(pool, kind, shape, weights):
 @pytest.mark.parametrize(
     ("kind", "shape"), [pytest.param("llama", (1, 1, 4, 2), marks=nightly), ("gpt2", (1, 2, 2, 2))]
 )
-def test_token_sharded_activations_send_the_same_bytes(pool, kind, shape):
-    options = (kind, shape, "streamed", "token-sharded")
+def test_sequence_parallel_activations_send_the_same_bytes(pool, kind, shape):
+    options = (kind, shape, "streamed", "sequence-parallel")
     for forward, backward in pool.run(traffic.count_rank, 8, *options):
-        assert traffic.check(kind, shape, "streamed", forward, backward, "token-sharded") == []
+        assert traffic.check(kind, shape, "streamed", forward, backward, "sequence-parallel") == []
 
 
 def test_bytes_that_are_not_in_the_formulas_are_noticed(pool):

@@ -194,7 +194,7 @@ def spoil_the_newest(folder: str) -> str:
         flip(Path(folder, commit.step_name(step), "rank-0.safetensors"), 4321)
 
     training = start((1, 2, 1, 1))
-    with Checkpoints(folder, keep=1) as checkpoints:
+    with Checkpoints(folder, keep_last=1) as checkpoints:
         training.step = 1
         checkpoints.save(training)
         checkpoints.wait()

@@ -89,7 +89,7 @@ def test_ranks_with_empty_shards_do_not_affect_the_others(
 
 def resume(folder: str, shape: Shape) -> None:
     training = start(shape)
-    with Checkpoints(folder, keep=2) as checkpoints:
+    with Checkpoints(folder, keep_last=2) as checkpoints:
         assert checkpoints.load(training) is None
         for _ in range(3):
             advance(training)
@@ -285,7 +285,7 @@ def test_the_newest_checkpoints_are_kept(pool: RankPool, tmp_path: Path) -> None
 
 def on_a_store(url: str, shape: Shape) -> None:
     training = start(shape)
-    with Checkpoints(url, keep=2) as checkpoints:
+    with Checkpoints(url, keep_last=2) as checkpoints:
         for _ in range(3):
             advance(training)
             checkpoints.save(training)

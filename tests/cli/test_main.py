@@ -1,13 +1,15 @@
 """Exit codes of commands: the agent restarts ranks after an error of the machine, not after an error of the user."""
 
 import errno
+from importlib.metadata import version
 
 import pytest
 
 from fourfold.checkpoint.save import SaveError
-from fourfold.cli.main import exit_code_of
+from fourfold.cli.main import exit_code_of, main
 from fourfold.processes import REFUSED
 from fourfold.train.recovery.rollback import RollbackFailed
+from tests.documented import site
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,18 @@ def test_a_bug_keeps_its_traceback() -> None:
 
     with pytest.raises(RuntimeError, match="a bug"):
         exit_code_of(fails)
+
+
+def test_every_command_and_option_has_a_help_text() -> None:
+    reference = site("reference")
+    for name, parser in reference.leaves(reference.parser_of_fourfold(), "fourfold"):
+        assert parser.description, name
+        missing = [action.option_strings or action.dest for action in parser._actions if not action.help]
+        assert not missing, f"{name}: {missing}"
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"fourfold {version('fourfold')}\n"

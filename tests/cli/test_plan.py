@@ -28,9 +28,9 @@ def plan(config, *words: str) -> int:
         "dgx-h100",
         "--gpus",
         "64",
-        "--length",
+        "--seq-len",
         "8192",
-        "--sequences",
+        "--global-batch-size",
         "128",
     ]
     return main([*given, "--simulate", "0", *words])
@@ -89,8 +89,7 @@ def test_explain_budget_and_json(config, capsys, tmp_path):
         (["--explain", "1", "3,1,1,1"], "3,1,1,1 is not a grid of 64 ranks"),
         (["--explain", "1", "best"], "'best' is not a layout"),
         (["--price", "2"], "give --tokens"),
-        (["--rows", "0"], "--rows 0"),
-        (["--against", "nowhere.json"], "there is no run nowhere.json"),
+        (["--compare-to", "nowhere.json"], "there is no run nowhere.json"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(config, capsys, words, said):
@@ -98,7 +97,7 @@ def test_errors_name_the_value_and_the_remedy(config, capsys, words, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("activations", ["replicated", "token-sharded", None])
+@pytest.mark.parametrize("activations", ["replicated", "sequence-parallel", None])
 def test_activations_are_considered_or_given(config, capsys, tmp_path, activations):
     out = tmp_path / "plan.json"
     words = ["--activations", activations] if activations else []
@@ -106,9 +105,11 @@ def test_activations_are_considered_or_given(config, capsys, tmp_path, activatio
     layouts = [e["layout"] for e in json.loads(out.read_text())["ranked"]]
     sharded = [layout for layout in layouts if layout["x"] * layout["y"] > 1]
     assert {layout["activations"] for layout in sharded} == (
-        {activations} if activations else {"replicated", "token-sharded"}
+        {activations} if activations else {"replicated", "sequence-parallel"}
     )
-    said = re.search(r"with token-sharded ones|Token-sharded activations earn", capsys.readouterr().out)
+    said = re.search(
+        r"with sequence-parallel ones|Sequence-parallel activations earn", capsys.readouterr().out
+    )
     assert bool(said) == (activations != "replicated")
 
 
@@ -119,12 +120,12 @@ def test_keeping_inputs_is_considered_or_given(config, tmp_path, words, expected
     out = tmp_path / "plan.json"
     assert plan(config, "--json", str(out), *words) == 0
     layouts = [e["layout"] for e in json.loads(out.read_text())["ranked"]]
-    assert {e["keep_inputs"] for e in layouts if e["activations"] == "token-sharded"} == expected
+    assert {e["keep_inputs"] for e in layouts if e["activations"] == "sequence-parallel"} == expected
 
 
 def test_missing_options_are_listed(capsys):
-    assert main(["plan", "--cluster", "dgx-h100", "--length", "8"]) == 2
-    assert "needs config.json, --gpus, --sequences" in capsys.readouterr().err
+    assert main(["plan", "--cluster", "dgx-h100", "--seq-len", "8"]) == 2
+    assert "needs config.json, --gpus, --global-batch-size" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_names_its_memory(config, capsys):
@@ -137,9 +138,9 @@ def test_a_model_that_does_not_fit_names_its_memory(config, capsys):
                 "dgx-a100",
                 "--gpus",
                 "1",
-                "--length",
+                "--seq-len",
                 "8192",
-                "--sequences",
+                "--global-batch-size",
                 "1",
             ]
         )
@@ -153,7 +154,18 @@ def test_the_html_report_and_the_trace_show_the_simulated_step(tmp_path, capsys)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
     page, trace, table = tmp_path / "plan.html", tmp_path / "trace.json", tmp_path / "plan.json"
-    words = ["plan", str(path), "--cluster", "dgx-h100", "--gpus", "4", "--length", "64", "--sequences", "8"]
+    words = [
+        "plan",
+        str(path),
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "4",
+        "--seq-len",
+        "64",
+        "--global-batch-size",
+        "8",
+    ]
     assert (
         main([*words, "--simulate", "2", "--html", str(page), "--trace", str(trace), "--json", str(table)])
         == 0

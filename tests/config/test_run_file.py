@@ -36,6 +36,15 @@ def sections(section: type[BaseModel]) -> list[type[BaseModel]]:
     ]
 
 
+def test_every_alias_names_a_field():
+    for alias, name in run_file._ALIASES.items():
+        *section, field = name.split(".")
+        fields = run_file.fields_at(section)
+        assert field in fields
+        assert alias not in fields, f"{alias} is a field itself"
+        assert alias == alias.lower().replace("-", "_")
+
+
 def test_a_minimal_file_is_valid():
     run = changed()
     assert run.sequences * run.data.sequence_length == run.batch.tokens
@@ -46,6 +55,12 @@ def test_a_minimal_file_is_valid():
     ("change", "words"),
     [
         ("optimizer.lrr=1e-3", r"\[optimizer\] has no field 'lrr'; did you mean 'lr'\?"),
+        (
+            "optimizer.learning_rate=1e-3",
+            r"\[optimizer\] has no field 'learning_rate'; did you mean 'optimizer\.lr'\?",
+        ),
+        ("train-iters=3", r"the file has no field 'train-iters'; did you mean 'schedule\.steps'\?"),
+        ("optimizer.zzz=3", r"\[optimizer\] has no field 'zzz'; it has name, lr"),
         ("shedule.steps=3", r"the file has no field 'shedule'; did you mean 'schedule'\?"),
         ("optimizer.lr=-1", r"optimizer\.lr \(it is -1\).*greater than 0"),
         ("optimizer.name=sgd", r"optimizer\.name \(it is 'sgd'\).*'adamw' or 'muon'"),
@@ -71,7 +86,7 @@ def test_a_minimal_file_is_valid():
         ),
         ("data.sources=[]", r"data\.sources"),
         (
-            "engine.activations='token-sharded' grid.x=3",
+            "engine.activations='sequence-parallel' grid.x=3",
             r"grid.x=3 does not divide data.sequence_length=\d+; use \d+, or 'auto'",
         ),
     ],
@@ -122,15 +137,15 @@ def test_a_starting_file_is_valid_and_has_every_field(size):
 
 
 def test_learning_rate_schedules():
-    cosine = ScheduleSection(steps=100, warmup_steps=10, final=0.1)
+    cosine = ScheduleSection(steps=100, warmup_steps=10, min_lr_ratio=0.1)
     rates = [learning_rate_factor(cosine, step) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(0.1)
-    steady = ScheduleSection(steps=100, warmup_steps=10, kind="wsd", decay_steps=20, final=0.0)
+    steady = ScheduleSection(steps=100, warmup_steps=10, kind="wsd", decay_steps=20, min_lr_ratio=0.0)
     rates = [learning_rate_factor(steady, step) for step in range(100)]
     assert set(rates[9:80]) == {1.0}
     assert rates[-1] == pytest.approx(0.0)
     assert all(a > b for a, b in pairwise(rates[79:]))
-    at_once = ScheduleSection(steps=10, warmup_steps=0, kind="wsd", decay_steps=1, final=0.0)
+    at_once = ScheduleSection(steps=10, warmup_steps=0, kind="wsd", decay_steps=1, min_lr_ratio=0.0)
     assert [learning_rate_factor(at_once, step) for step in (8, 9)] == [1.0, 0.0]

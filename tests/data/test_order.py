@@ -141,7 +141,7 @@ def mixtures(draw: st.DrawFn) -> Mixture:
     return mixture_of(draw(st.integers(0, 2**63 - 1)), sizes, weights)
 
 
-def check_order(mixture: Mixture, runs: list[tuple[Shape, int, int]], read_ahead: int) -> None:
+def check_order(mixture: Mixture, runs: list[tuple[Shape, int, int]], prefetch_batches: int) -> None:
     """Grids, batches and interruptions do not change it."""
     seen: list[tuple[int, int]] = []
     count = 0  # all that a checkpoint holds
@@ -149,7 +149,7 @@ def check_order(mixture: Mixture, runs: list[tuple[Shape, int, int]], read_ahead
         replicas: dict[int, list[list[tuple[int, int]]]] = {}
         for rank in range(int(np.prod(shape))):
             grid = grid_of(shape, rank)
-            batches = Loader(mixture, grid, batch, read_ahead=read_ahead).batches(count)
+            batches = Loader(mixture, grid, batch, prefetch_batches=prefetch_batches).batches(count)
             rows = [ids(next(batches).inputs["input_ids"]) for _ in range(steps)]
             batches.close()  # type: ignore[attr-defined]
             # x and y ranks of a replica read the same.
@@ -158,7 +158,7 @@ def check_order(mixture: Mixture, runs: list[tuple[Shape, int, int]], read_ahead
             seen += [row for number in sorted(replicas) for row in replicas[number][step]]
         count += steps * batch
 
-    whole = Loader(mixture, grid_of((1, 1, 1, 1), 0), max(1, count), read_ahead=0).read(0)
+    whole = Loader(mixture, grid_of((1, 1, 1, 1), 0), max(1, count), prefetch_batches=0).read(0)
     assert seen == ids(whole.inputs["input_ids"])[:count]
     for source, size in enumerate(mixture.order.sizes):
         mine = [sample for s, sample in seen if s == source]
@@ -172,18 +172,18 @@ RUNS = (mixtures(), legs(), st.sampled_from([0, 2]))
 @settings(max_examples=20)
 @given(*RUNS)
 def test_grids_batches_and_interruptions_do_not_change_the_order(
-    mixture: Mixture, runs: list[tuple[Shape, int, int]], read_ahead: int
+    mixture: Mixture, runs: list[tuple[Shape, int, int]], prefetch_batches: int
 ) -> None:
-    check_order(mixture, runs, read_ahead)
+    check_order(mixture, runs, prefetch_batches)
 
 
 @pytest.mark.nightly
 @settings(max_examples=200)
 @given(*RUNS)
 def test_the_order_of_many_runs(
-    mixture: Mixture, runs: list[tuple[Shape, int, int]], read_ahead: int
+    mixture: Mixture, runs: list[tuple[Shape, int, int]], prefetch_batches: int
 ) -> None:
-    check_order(mixture, runs, read_ahead)
+    check_order(mixture, runs, prefetch_batches)
 
 
 def test_the_count_after_a_step_is_the_first_of_the_next() -> None:

@@ -34,8 +34,8 @@ ELSEWHERE = {
     "fourfold drill run.toml": "tests/drill/test_drill.py::test_all_scenarios_of_a_drill_succeed",
     "fourfold drill run.toml --fault kill:at=optimizer,rank=1,step=4": "tests/drill/test_drill.py::test_a_drill_detects_a_run_that_does_not_resume_exactly",
     "fourfold drill run.toml --compare": "tests/drill/test_drill.py::test_a_run_on_a_cluster_is_compared_by_its_checkpoints",
-    "fourfold plan --cluster my-cluster.toml --against run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
-    "fourfold plan --cluster cluster.toml --against run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
+    "fourfold plan --cluster my-cluster.toml --compare-to run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
+    "fourfold plan --cluster cluster.toml --compare-to run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
 }
 # Blocks that are a file of the repository, and who runs it.
 EXAMPLES = {
@@ -62,7 +62,7 @@ SMALL_RUN = (
 # What makes a command small enough for a test; an option that is given twice has its last value.
 SMALLER = {
     "plan": ["--simulate", "0"],
-    "dryrun": ["--grid", "1,2,1,2", "--sequences", "4", "--length", "64", "--micro-batches", "1"],
+    "dryrun": ["--grid", "1,2,1,2", "--global-batch-size", "4", "--seq-len", "64", "--micro-batches", "1"],
     "train": [word for change in SMALL_RUN for word in ("--set", change)],
 }
 ALIKE = ("plan", "dryrun")  # no matter in which folder, and after what: run once
@@ -216,7 +216,7 @@ def test_nothing_is_listed_that_no_page_has() -> None:
             "unrecognized arguments: --devices 256",
         ),
         ("fourfold trian run.toml", "invalid choice: 'trian'"),
-        ("fourfold dryrun config.json --grid 64,16,2 --sequences 4 --length 8", "not a grid"),
+        ("fourfold dryrun config.json --grid 64,16,2 --global-batch-size 4 --seq-len 8", "not a grid"),
         (
             "torchrun --nproc-per-node 8 -m fourfold train run.toml --grid 1,2,2,2",
             "unrecognized arguments: --grid",

@@ -59,7 +59,7 @@ def run_ranks(run: RunConfig, faults: Sequence[Fault]) -> None:
         run, Grid.create(shape), [Injector(faults, record=run.logging.folder / drill.NOTES), *callbacks]
     )
     request = StopRequest()
-    with Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep) as checkpoints:
+    with Checkpoints(run.checkpoints.folder, keep_last=run.checkpoints.keep_last) as checkpoints:
         try:
             trainer.train(checkpoints, request)
         except LostRanks:

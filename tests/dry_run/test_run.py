@@ -27,15 +27,15 @@ def config(**changes) -> LlamaConfig:
 @pytest.mark.parametrize(
     ("shape", "weights", "precision", "activations"),
     [
-        ((1, 1, 2, 2), "streamed", "fp32", "token-sharded"),
+        ((1, 1, 2, 2), "streamed", "fp32", "sequence-parallel"),
         ((2, 2, 1, 1), "fsdp2", "fp32", "replicated"),
         pytest.param((1, 1, 2, 4), "streamed", "fp32", "replicated", marks=pytest.mark.nightly),
         pytest.param((2, 2, 1, 2), "streamed", "bf16", "replicated", marks=pytest.mark.nightly),
         pytest.param((1, 4, 2, 1), "fsdp2", "fp32", "replicated", marks=pytest.mark.nightly),
         pytest.param((1, 2, 2, 2), "fsdp2", "bf16", "replicated", marks=pytest.mark.nightly),
         pytest.param((8, 1, 1, 1), "streamed", "fp32", "replicated", marks=pytest.mark.nightly),
-        pytest.param((1, 2, 2, 2), "streamed", "bf16", "token-sharded", marks=pytest.mark.nightly),
-        pytest.param((1, 1, 2, 4), "fsdp2", "fp32", "token-sharded", marks=pytest.mark.nightly),
+        pytest.param((1, 2, 2, 2), "streamed", "bf16", "sequence-parallel", marks=pytest.mark.nightly),
+        pytest.param((1, 1, 2, 4), "fsdp2", "fp32", "sequence-parallel", marks=pytest.mark.nightly),
     ],
 )
 def test_dry_run_equals_the_real_run(pool, shape, weights, precision, activations):
@@ -48,11 +48,11 @@ def test_dry_run_equals_the_real_run(pool, shape, weights, precision, activation
     ("checkpointing", "activations", "weights"),
     [
         ("none", "replicated", "fsdp2"),
-        pytest.param("full", "token-sharded", "streamed", marks=pytest.mark.nightly),
+        pytest.param("full", "sequence-parallel", "streamed", marks=pytest.mark.nightly),
         pytest.param("none", "replicated", "streamed", marks=pytest.mark.nightly),
         pytest.param("full", "replicated", "streamed", marks=pytest.mark.nightly),
         pytest.param("full", "replicated", "fsdp2", marks=pytest.mark.nightly),
-        pytest.param("full", "token-sharded", "fsdp2", marks=pytest.mark.nightly),
+        pytest.param("full", "sequence-parallel", "fsdp2", marks=pytest.mark.nightly),
     ],
 )
 def test_expanded_trace_equals_the_trace_of_every_block(weights, checkpointing, activations):
@@ -128,7 +128,7 @@ def test_a_dry_run_raises_the_errors_of_the_real_start(shape, sequences, words):
 
 def test_the_command_shows_the_role_of_each_module(tmp_path, capsys):
     config(num_hidden_layers=2).save_pretrained(tmp_path)
-    words = ["dryrun", str(tmp_path), "--grid", "1,2,1,2", "--sequences", "4", "--length", "16"]
+    words = ["dryrun", str(tmp_path), "--grid", "1,2,1,2", "--global-batch-size", "4", "--seq-len", "16"]
     assert main([*words, "--roles"]) == 0
     said = capsys.readouterr().out
     assert "model.layers.*.self_attn.q_proj" in said
@@ -138,7 +138,7 @@ def test_the_command_shows_the_role_of_each_module(tmp_path, capsys):
 def test_the_command_says_what_was_decided_and_what_has_no_effect(tmp_path, capsys):
     """A plan's choice can be dry-run: inputs that come again, and weights that stay."""
     config(num_hidden_layers=2, hidden_size=512, intermediate_size=1024).save_pretrained(tmp_path)
-    words = ["dryrun", str(tmp_path), "--grid", "1,2,1,2", "--sequences", "4", "--length", "16"]
+    words = ["dryrun", str(tmp_path), "--grid", "1,2,1,2", "--global-batch-size", "4", "--seq-len", "16"]
     out = tmp_path / "out.json"
     found = {}
     for name, more in {
@@ -158,8 +158,8 @@ def test_the_command_says_what_was_decided_and_what_has_no_effect(tmp_path, caps
         assert main([*words, *more, "--json", str(out)]) == 0
         found[name] = json.loads(out.read_text()), capsys.readouterr().out
     counts = {n: Counter(e.get("purpose") for e in done["events"]) for n, (done, _) in found.items()}
-    assert found["usual"][0]["activations"] == "token-sharded"
-    assert "activations: token-sharded" in found["usual"][1]
+    assert found["usual"][0]["activations"] == "sequence-parallel"
+    assert "activations: sequence-parallel" in found["usual"][1]
     assert "has no effect" not in found["usual"][1]
     assert counts["again"]["regather"] > 0 == counts["usual"]["regather"]
     assert 0 < counts["kept weights"]["weight"] < counts["usual"]["weight"]
@@ -180,6 +180,14 @@ def test_code_that_reads_a_tensor_value_is_named():
     config = OPTConfig(**sizes, max_position_embeddings=32, word_embed_proj_dim=32)
     with pytest.raises(ValueError, match=r"OPTForCausalLM reads .*modeling_opt.py:\d+: if .*simulate 0"):
         dryrun(config, (1, 1, 1, 2), sequences=2, length=16)
+
+
+def test_a_config_that_asks_for_bf16_weights_trains_fp32_master_weights(tmp_path):
+    """As the configs on the hub do."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config().to_dict() | {"dtype": "bfloat16"}))
+    usual, asked = (dryrun(c, (1, 2, 1, 1), sequences=2, length=8) for c in (config(), path))
+    assert asked.trace == usual.trace
 
 
 def test_a_config_that_is_not_there_is_named_at_once(tmp_path):

@@ -106,14 +106,16 @@ def test_the_same_number_of_ranks_keeps_its_layout(run: RunConfig) -> None:
     kept = resume_or_choose_layout(run, 4, quiet=True)
     assert (kept.grid, kept.batch, kept.engine) == (other.grid, other.batch, other.engine)
     assert layout_of_checkpoint(run, 8) is None
-    asked = {"activations": "replicated" if kept.engine.activations == "token-sharded" else "token-sharded"}
+    asked = {
+        "activations": "replicated" if kept.engine.activations == "sequence-parallel" else "sequence-parallel"
+    }
     otherwise = run.model_copy(update={"engine": run.engine.model_copy(update=asked)})
     assert layout_of_checkpoint(otherwise, 4) is None
     # With one tensor rank there is nothing to shard: both settings give the same layout.
     save_values(
         best.model_copy(update={"grid": best.grid.model_copy(update={"data": 4, "z": 1, "y": 1, "x": 1})})
     )
-    for activations in ("replicated", "token-sharded"):
+    for activations in ("replicated", "sequence-parallel"):
         asking = run.engine.model_copy(update={"activations": activations})
         assert layout_of_checkpoint(run.model_copy(update={"engine": asking}), 4) is not None
     longer = run.model_copy(update={"batch": run.batch.model_copy(update={"tokens": 2 * run.batch.tokens})})

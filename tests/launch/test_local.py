@@ -87,12 +87,12 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
         | {
             "grid": {"auto": True, "cluster": "dgx-h100"},
             "batch": {"tokens": 2 * values["data"]["sequence_length"]},
-            "engine": {"activations": "token-sharded", "keep_inputs": False},
+            "engine": {"activations": "sequence-parallel", "keep_inputs": False},
         }
     )
     small = choose_layout(given, 8, simulate=0, quiet=True)
     assert small.grid.x * small.grid.y >= 4  # two sequences can be split over at most two ranks
-    assert (small.engine.activations, small.engine.keep_inputs) == ("token-sharded", False)
+    assert (small.engine.activations, small.engine.keep_inputs) == ("sequence-parallel", False)
     given = from_dict(
         values
         | {

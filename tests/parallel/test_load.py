@@ -137,7 +137,7 @@ def activations_for(shape: Shape, folder: Path, length: int) -> str:
 
 def test_activations_are_replicated_if_tokens_do_not_divide(pool: RankPool, tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
-    for length, expected in ((16, "token-sharded"), (15, "replicated")):
+    for length, expected in ((16, "sequence-parallel"), (15, "replicated")):
         assert set(pool.run(activations_for, 2, (1, 1, 1, 2), tmp_path, length)) == {expected}
 
 

@@ -1,4 +1,4 @@
-"""Token-sharded activations: exact results, no additional traffic, and each rank's share of memory and FLOPs."""
+"""Sequence-parallel activations: exact results, no additional traffic, and each rank's share of memory and FLOPs."""
 
 import re
 from collections.abc import Callable
@@ -35,7 +35,7 @@ CHUNKS = ff.Overlap(bundle_bytes=1024, forward_chunks=3)
 
 
 def train(shape: Shape, kind: str, options: dict[str, Any]) -> Errors:
-    return train_on(Grid.create(shape), kind, activations="token-sharded", **options)
+    return train_on(Grid.create(shape), kind, activations="sequence-parallel", **options)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_three_steps_match_one_process(
 
 def prepare(grid: Grid, kind: str, changes: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
     model = build(kind, **(changes or {}))
-    options = {"activations": "token-sharded", "overlap": OVERLAP} | options
+    options = {"activations": "sequence-parallel", "overlap": OVERLAP} | options
     return model, ff.parallelize(model, grid, **options)
 
 
@@ -203,7 +203,7 @@ def sent_bytes(grid: Grid, kind: str, changes: dict[str, Any], **options: Any) -
 
 
 def count(shape: Shape, kind: str, changes: dict[str, Any]) -> list[dict[Any, Fraction]]:
-    """With replicated activations, with token-sharded ones, and with inputs that are gathered again in backward."""
+    """With replicated activations, with sequence-parallel ones, and with inputs that are gathered again in backward."""
     grid = Grid.create(shape)
     return [
         sent_bytes(grid, kind, changes, activations="replicated"),
@@ -268,7 +268,7 @@ def saved_and_flops(shape: Shape, keep_inputs: bool) -> tuple[int, int]:
     grid = Grid.create(shape)
     model = small_llama()
     overlap = ff.Overlap(keep_inputs=keep_inputs, interleave=False)
-    ff.parallelize(model, grid, activations="token-sharded", overlap=overlap)
+    ff.parallelize(model, grid, activations="sequence-parallel", overlap=overlap)
     kept: dict[int, Tensor] = {}
     elsewhere = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -393,13 +393,13 @@ def unsupported_requests(shape: Shape) -> list[str]:
     attempts.append(lambda: concatenating(input_ids=ids))
     again = build("llama")
     again.gradient_checkpointing_enable()
-    attempts.append(lambda: ff.parallelize(again, grid, activations="token-sharded"))
+    attempts.append(lambda: ff.parallelize(again, grid, activations="sequence-parallel"))
     attempts.append(
-        lambda: ff.parallelize(nn.Linear(4, 4), grid, roles={"": "colwise"}, activations="token-sharded")
+        lambda: ff.parallelize(nn.Linear(4, 4), grid, roles={"": "colwise"}, activations="sequence-parallel")
     )
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
     no_norm = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes))
-    attempts.append(lambda: ff.parallelize(no_norm, grid, activations="token-sharded"))
+    attempts.append(lambda: ff.parallelize(no_norm, grid, activations="sequence-parallel"))
     return [error_of(attempt) for attempt in attempts]
 
 
@@ -424,7 +424,7 @@ def test_a_weight_with_conflicting_gradient_axes_is_rejected(pool: RankPool) -> 
     assert "weights='fsdp2'" in message
 
 
-def test_errors_name_what_cannot_be_token_sharded(pool: RankPool) -> None:
+def test_errors_name_what_cannot_be_sequence_parallel(pool: RankPool) -> None:
     messages = pool.run(unsupported_requests, 4, (1, 1, 2, 2))[0]
     uneven, kept, sliced, scaling, concatenating, again, no_model, no_norm = messages
     assert "x=2 does not divide the 1 * 11 = 11 tokens" in uneven

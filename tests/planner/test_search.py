@@ -28,7 +28,7 @@ def test_the_best_is_that_of_trying_everything():
         for micro_batches in range(1, 33):
             if 32 % (data * z * micro_batches):
                 continue
-            ways = [("replicated", True), ("token-sharded", True), ("token-sharded", False)]
+            ways = [("replicated", True), ("sequence-parallel", True), ("sequence-parallel", False)]
             for recompute, way in itertools.product(("none", "full"), ways if x * y > 1 else ways[:1]):
                 layout = Layout(data, z, y, x, micro_batches, recompute, 0, "fsdp2", *way)
                 found = estimate(SMALL, layout, CLUSTER, 32, 1024)
@@ -61,13 +61,13 @@ def test_reasons_name_both_numbers():
 def test_token_sharding_is_searched_or_left_out():
     both = search(Prices(LARGE, CLUSTER, 4096), 64, 128)
     assert {(e.layout.activations, e.layout.keep_inputs) for e in both.ranked} == {
-        ("replicated", True), ("token-sharded", True), ("token-sharded", False)}  # fmt: skip
+        ("replicated", True), ("sequence-parallel", True), ("sequence-parallel", False)}  # fmt: skip
     assert not any(e.layout.by_tokens for e in both.ranked if e.layout.x * e.layout.y == 1)
     without = search(Prices(LARGE, CLUSTER, 4096), 64, 128, activations=("replicated",))
     assert without.ranked == [e for e in both.ranked if not e.layout.by_tokens]
     # Where there is one tensor rank there is nothing to cut.
     alone = search(
-        Prices(LARGE, CLUSTER, 4096), 64, 128, activations=("token-sharded",), keep_inputs=(False,)
+        Prices(LARGE, CLUSTER, 4096), 64, 128, activations=("sequence-parallel",), keep_inputs=(False,)
     )
     assert {(e.layout.by_tokens, e.layout.keep_inputs) for e in alone.ranked if e.layout.x * e.layout.y > 1} == {
         (True, False)}  # fmt: skip
@@ -79,8 +79,8 @@ def test_tokens_that_do_not_divide_are_named():
     reasons = {r.reason for r in plan.rejected if r.layout.by_tokens}
     assert "x=4 does not divide the 6 tokens of a sequence, so they cannot be sharded" in reasons
     assert not any(e.layout.by_tokens for e in plan.ranked if 6 % e.layout.x or 6 % e.layout.y)
-    # And nobody who asked for token-sharded ones is given others.
-    asked = search(Prices(SMALL, CLUSTER, 6), 16, 16, activations=("token-sharded",))
+    # And nobody who asked for sequence-parallel ones is given others.
+    asked = search(Prices(SMALL, CLUSTER, 6), 16, 16, activations=("sequence-parallel",))
     assert all(e.layout.by_tokens for e in asked.ranked if e.layout.x * e.layout.y > 1)
 
 

@@ -38,24 +38,24 @@ class SaveError(OSError):
 class Checkpoints:
     """The checkpoints of a run, in a folder or at an fsspec URL. All ranks create it and make the same calls.
 
-    The ``keep`` newest remain; older ones are removed once the newest has been read back and is valid.
+    The ``keep_last`` newest remain; older ones are removed once the newest has been read back and is valid.
     ``timeout_s`` limits how long ranks wait for each other.
 
     Example:
-        >>> with Checkpoints("runs/one", keep=3) as checkpoints:  # doctest: +SKIP
+        >>> with Checkpoints("runs/one", keep_last=3) as checkpoints:  # doctest: +SKIP
         ...     checkpoints.load(training)  # resumes from the newest valid one, if there is one
         ...     checkpoints.save(training)  # returns once it is copied
     """
 
     def __init__(
-        self, where: str | os.PathLike[str], *, keep: int | None = None, timeout_s: float = 1800.0
+        self, where: str | os.PathLike[str], *, keep_last: int | None = None, timeout_s: float = 1800.0
     ) -> None:
-        if keep is not None and keep < 1:
+        if keep_last is not None and keep_last < 1:
             raise ValueError(
-                f"keep={keep} would remove the checkpoint just saved; use at least 1, or None for all"
+                f"keep_last={keep_last} would remove the checkpoint just saved; use at least 1, or None for all"
             )
         self.root: Folder = open_folder(where)
-        self.keep = keep
+        self.keep_last = keep_last
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._thread: threading.Thread | None = None
@@ -162,8 +162,8 @@ class Checkpoints:
             self._error = SaveError(f"{self.root}/{step_name(step)} {outcome}:\n" + "\n".join(failures))
 
     def _retain(self, newest: int) -> list[str]:
-        """Remove all but the ``keep`` newest, if the newest is valid when it is read back."""
-        keep = self.keep
+        """Remove all but the ``keep_last`` newest, if the newest is valid when it is read back."""
+        keep = self.keep_last
         if keep is None:
             return []
         # The checkpoint just saved stays, also if a rolled-back run saves an earlier step than before.

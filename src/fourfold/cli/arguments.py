@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any, get_args
+
+from fourfold.config.schema import EngineSection
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; use a whole number of at least 1")
+    return int(text)
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +29,20 @@ def add_repeated(parser: argparse.ArgumentParser, option: str, metavar: str, wha
     """An option that can be given several times; its values are a list."""
     what = f"{what}; can be repeated"
     parser.add_argument(option, action="append", default=[], metavar=metavar, help=what)
+
+
+def add_engine(parser: argparse.ArgumentParser, *names: str, unless: str = "") -> None:
+    """Options for fields of [engine], with their descriptions and defaults, or what happens ``unless`` they are given."""
+    for name in names:
+        field = EngineSection.model_fields[name]
+        choices = [choice for choice in get_args(field.annotation) if not (unless and choice == "auto")]
+        given: dict[str, Any] = {"choices": choices} if choices else {"type": field.annotation}
+        about = str(field.description)
+        about = f"{about[0].lower()}{about[1:].removesuffix('.')} (default: {unless or field.default})"
+        if field.annotation is bool:
+            given = {"action": argparse.BooleanOptionalAction}
+        parser.add_argument(f"--{name.replace('_', '-')}", **given, help=about)
+        parser.set_defaults(**{name: None if unless else field.default})
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fourfold.cli.arguments import add_repeated
+from fourfold.cli.arguments import add_repeated, positive
 
 
 def add_to(commands: Any) -> None:
@@ -57,7 +57,7 @@ def _add_prepare(actions: Any) -> None:
     add_repeated(parser, "--text-suffix", ".SUFFIX", "also read files with this suffix as text")
     parser.add_argument(
         "--processes",
-        type=int,
+        type=positive,
         default=os.cpu_count() or 1,
         help="number of processes (default: one per core)",
     )
@@ -69,8 +69,9 @@ def _add_prepare(actions: Any) -> None:
 
 
 def _add_info(actions: Any) -> None:
-    parser = actions.add_parser("info", help="show the contents of a prepared folder")
-    parser.add_argument("folder", type=Path)
+    about = "show the contents of a prepared folder"
+    parser = actions.add_parser("info", help=about, description=f"{about.capitalize()}, and check it.")
+    parser.add_argument("folder", type=Path, help="the folder that `fourfold data prepare` wrote")
     parser.add_argument(
         "--verify", action="store_true", help="read every byte and compare it with the recorded hashes"
     )
@@ -78,7 +79,7 @@ def _add_info(actions: Any) -> None:
         "--show", type=int, default=0, metavar="N", help="print the text of the first N samples"
     )
     parser.add_argument(
-        "--length", type=int, default=128, help="tokens per sample, with --show (default: 128)"
+        "--seq-len", type=int, default=128, help="tokens per sample, with --show (default: 128)"
     )
     parser.set_defaults(run=info)
 
@@ -132,7 +133,7 @@ def info(options: argparse.Namespace) -> int:
     if options.verify:
         print("verified: every byte is what was written")
     if options.show:
-        show(options.folder, options.length, options.show)
+        show(options.folder, options.seq_len, options.show)
     return 0
 
 

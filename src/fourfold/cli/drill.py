@@ -135,8 +135,8 @@ def _as_rank(options: argparse.Namespace, faults: Sequence[Fault]) -> int:
 
 
 def _reject_lighthouse(config: RunConfig) -> None:
-    if config.reliability.lighthouse is not None:
+    if config.reliability.torchft_lighthouse is not None:
         raise ValueError(
-            "a drill runs one job, and reliability.lighthouse would let it join the replicas of a run; use a run config "
+            "a drill runs one job, and reliability.torchft_lighthouse would let it join the replicas of a run; use a run config "
             "without it"
         )

@@ -8,6 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fourfold.cli.arguments import add_engine, positive
+from fourfold.config.schema import EngineSection
+
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
@@ -19,35 +22,23 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "config", type=Path, help="config.json of a Hugging Face model, or the folder it is in"
     )
-    parser.add_argument("--grid", type=grid_shape, required=True, metavar="DATA,Z,Y,X")
-    parser.add_argument("--sequences", type=int, required=True, help="sequences of the global batch")
-    parser.add_argument("--length", type=int, required=True, help="tokens per sequence")
+    sizes = "sizes of the four axes, such as 8,4,1,2"
+    parser.add_argument("--grid", type=grid_shape, required=True, metavar="DATA,Z,Y,X", help=sizes)
+    parser.add_argument(
+        "--global-batch-size", type=positive, required=True, help="the global batch in sequences"
+    )
+    parser.add_argument("--seq-len", type=positive, required=True, help="tokens per sequence")
     parser.add_argument(
         "--micro-batches", type=int, default=1, help="number of micro-batches per step (default: 1)"
     )
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--activations", choices=("auto", "replicated", "token-sharded"), default="auto")
-    parser.add_argument(
-        "--keep-inputs",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="with token-sharded activations: keep gathered inputs for backward, or re-gather them",
-    )
-    parser.add_argument("--activation-checkpointing", choices=("none", "full"), default="none")
-    parser.add_argument("--weights", choices=("auto", "fsdp2", "streamed"), default="auto")
-    parser.add_argument(
-        "--keep-weights-bytes",
-        type=int,
-        default=0,
-        help="with streamed weights: bytes of gathered weights kept for backward (default: 0)",
-    )
+    add_engine(parser, *EngineSection.model_fields)
     parser.add_argument(
         "--target",
         choices=("cuda", "cpu"),
         default="cuda",
         help="the device type of the real run (default: cuda)",
     )
-    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=0, help="the rank to run (default: 0)")
     parser.add_argument("--roles", action="store_true", help="also show the role of each module")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write all operations and collectives to this file"
@@ -64,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
     result = dryrun(
         options.config,
         options.grid,
-        sequences=options.sequences,
-        length=options.length,
+        sequences=options.global_batch_size,
+        length=options.seq_len,
         micro_batches=options.micro_batches,
         precision=options.precision,
         activations=options.activations,

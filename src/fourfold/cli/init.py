@@ -28,7 +28,8 @@ def add_to(commands: Any) -> None:
     )
     parser.set_defaults(run=init)
 
-    parser = commands.add_parser("config", help="show the fields of a run config")
+    about = "show the fields of a run config"
+    parser = commands.add_parser("config", help=about, description=f"{about.capitalize()}, or check one.")
     parser.add_argument("file", nargs="?", type=Path, help="a run config to check and show")
     add_changes(parser)
     parser.add_argument("--schema", action="store_true", help="print the JSON schema, for editors")

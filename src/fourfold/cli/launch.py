@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fourfold.cli.arguments import add_changes, add_file, add_repeated
+from fourfold.cli.arguments import add_changes, add_file, add_repeated, positive
 from fourfold.processes import MAX_RESTARTS
 
 
@@ -93,19 +93,21 @@ def _add_kubernetes(systems: Any) -> None:
 
 def _add_world(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
-    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
+    parser.add_argument("--nodes", type=positive, required=True, help="number of nodes")
     parser.add_argument(
         "--gpus-per-node",
-        type=int,
+        type=positive,
         help="GPUs per node, with a rank on each (default: the grid's ranks per node)",
     )
     parser.add_argument(
-        "--ranks-per-node", type=int, help="ranks per node; without --gpus-per-node they run on CPUs"
+        "--ranks-per-node", type=positive, help="ranks per node; without --gpus-per-node they run on CPUs"
     )
     add_changes(parser)
     parser.add_argument("--name", help="name of the job (default: the name of the run config)")
     parser.add_argument(
-        "--warning-s",
+        "--grace-period",
+        dest="grace_period_s",
+        metavar="SECONDS",
         type=int,
         default=120,
         help="grace period: seconds in which the run saves, before the time limit or before a pod is killed (default: 120)",
@@ -130,7 +132,7 @@ def slurm(options: argparse.Namespace) -> int:
             **{name: value for name, value in common.items() if value is not None},
             **dict(_pair(text) for text in options.sbatch),
         },
-        **_given(options, "python", "setup", "warning_s", "max_requeues", "max_restarts"),
+        **_given(options, "python", "setup", "grace_period_s", "max_requeues", "max_restarts"),
     )
     script = render(job)
     if options.print:
@@ -163,7 +165,7 @@ def kubernetes(options: argparse.Namespace) -> int:
         claim_path=Path(path),
         node_selector={name: value or "" for name, value in map(_pair, options.node_selector)},
         **_given(options, "image", "folder", "gpu_resource", "cpus", "memory"),
-        **_given(options, "shared_memory", "warning_s", "max_restarts"),
+        **_given(options, "shared_memory", "grace_period_s", "max_restarts"),
     )
     text = manifest(job)
     if options.out is None:

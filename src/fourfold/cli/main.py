@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 
 from fourfold.cli import calibrate, checkpoint, data, drill, dryrun, export, init, launch, plan, report, train
 from fourfold.processes import REFUSED
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fourfold", description="4D parallel training, planned before it runs."
     )
+    parser.add_argument("--version", action="version", version=f"fourfold {version('fourfold')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (plan, dryrun, calibrate, checkpoint, export, data, init, train, report, launch, drill):
         command.add_to(commands)

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fourfold.cli.arguments import add_engine, positive
 from fourfold.planner.cost.step import Prices
 from fourfold.planner.dry_run_estimate import Job, schedule_of, simulate_step
 from fourfold.planner.inputs import cluster as clusters
@@ -25,7 +26,7 @@ def add_to(commands: Any) -> None:
         "plan",
         help="rank the layouts of a model on a cluster",
         description="Predict step time and memory of every layout (data, z, y, x) of a model on a cluster, and rank those "
-        "that fit. Needs no device; every number is a prediction. With --against, compare a run with its prediction.",
+        "that fit. Needs no device; every number is a prediction. With --compare-to, compare a run with its prediction.",
     )
     parser.add_argument(
         "config", type=Path, nargs="?", help="config.json of a Hugging Face model, or the folder it is in"
@@ -33,10 +34,10 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--cluster", required=True, help=f"a preset ({', '.join(clusters.presets())}) or a TOML file"
     )
-    parser.add_argument("--gpus", type=int, help="number of ranks, one per device")
-    parser.add_argument("--length", type=int, help="tokens per sequence")
+    parser.add_argument("--gpus", type=positive, help="number of ranks, one per device")
+    parser.add_argument("--seq-len", type=positive, help="tokens per sequence")
     batch = parser.add_mutually_exclusive_group()
-    batch.add_argument("--sequences", type=int, help="the global batch in sequences")
+    batch.add_argument("--global-batch-size", type=positive, help="the global batch in sequences")
     batch.add_argument("--batch-tokens", type=amount, help="the global batch in tokens, such as 4M")
     parser.add_argument(
         "--simulate",
@@ -45,27 +46,10 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="simulate the best N layouts from their dry runs, which takes seconds each; 0 uses formulas alone (default: 20)",
     )
-    parser.add_argument(
-        "--weights",
-        choices=("fsdp2", "streamed"),
-        help="weights backend (default: FSDP2 on GPUs, streamed on CPUs)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("bf16", "fp32"),
-        help="precision of matmuls and activations (default: bf16 on GPUs, fp32 on CPUs)",
-    )
-    parser.add_argument(
-        "--activations",
-        choices=("replicated", "token-sharded"),
-        help="activations that x and y ranks would duplicate: replicated, or sharded by tokens (default: consider both)",
-    )
-    parser.add_argument(
-        "--keep-inputs",
-        action=argparse.BooleanOptionalAction,
-        help="with token-sharded activations: keep gathered inputs for backward, or re-gather them (default: consider both)",
-    )
-    parser.add_argument("--rows", type=int, default=10, help="number of layouts to show (default: 10)")
+    add_engine(parser, "weights", unless="FSDP2 on GPUs, streamed on CPUs")
+    add_engine(parser, "precision", unless="bf16 on GPUs, fp32 on CPUs")
+    add_engine(parser, "activations", "keep_inputs", unless="consider both")
+    parser.add_argument("--rows", type=positive, default=10, help="number of layouts to show (default: 10)")
     parser.add_argument(
         "--explain",
         nargs=2,
@@ -86,7 +70,7 @@ def add_to(commands: Any) -> None:
         help="write the timeline of the best layout, for ui.perfetto.dev",
     )
     parser.add_argument(
-        "--against",
+        "--compare-to",
         type=Path,
         metavar="RUN",
         help="a file written by fourfold.save_run, to compare with its prediction",
@@ -96,10 +80,10 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     cluster = clusters.load(options.cluster)
-    if options.against:
+    if options.compare_to:
         from fourfold.planner.show.compare import compare, read_run
 
-        print(compare(read_run(options.against), cluster))
+        print(compare(read_run(options.compare_to), cluster))
         return 0
     sequences = _check(options)
     path = options.config / "config.json" if options.config.is_dir() else options.config
@@ -109,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         cluster,
         options.gpus,
         sequences=sequences,
-        length=options.length,
+        length=options.seq_len,
         simulate=options.simulate,
         weights=options.weights,
         precision=options.precision,
@@ -117,8 +101,8 @@ def run(options: argparse.Namespace) -> int:
         keep_inputs=(True, False) if options.keep_inputs is None else (options.keep_inputs,),
     )
     precision = options.precision or cluster.precision
-    prices = Prices(workload, cluster, options.length, schedule_of(cluster, precision))
-    title = f"{workload.name} ({_billions(workload)}) on {options.gpus} devices of {cluster.name}, {sequences} x {options.length} tokens"
+    prices = Prices(workload, cluster, options.seq_len, schedule_of(cluster, precision))
+    title = f"{workload.name} ({_billions(workload)}) on {options.gpus} devices of {cluster.name}, {sequences} x {options.seq_len} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
     print(tables.show_plan(plan, cluster, title, options.rows, width))
     best = plan.best  # raises with the nearest miss, if there is none
@@ -136,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
         write_page(options.html, plan, cluster, title)
         print(f"wrote {options.html}")
     if options.trace:
-        job = Job(path, sequences, options.length, cluster.target, precision)
+        job = Job(path, sequences, options.seq_len, cluster.target, precision)
         timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
         print(f"wrote {options.trace}: open it in ui.perfetto.dev")
@@ -145,23 +129,21 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     """Reject missing or invalid options; the number of sequences of the global batch."""
-    missing = [f"--{name}" for name in ("gpus", "length") if getattr(options, name) is None]
-    if options.config is None:
-        missing.insert(0, "config.json")
-    if options.sequences is None and options.batch_tokens is None:
-        missing.append("--sequences (or --batch-tokens)")
+    needed = {
+        "config.json": options.config,
+        "--gpus": options.gpus,
+        "--seq-len": options.seq_len,
+        "--global-batch-size (or --batch-tokens)": options.global_batch_size or options.batch_tokens,
+    }
+    missing = [name for name, value in needed.items() if value is None]
     if missing:
-        raise ValueError(f"a plan needs {', '.join(missing)} as well; --against RUN needs --cluster alone")
-    for name in ("gpus", "length", "sequences", "rows"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} is not allowed; use 1 or more")
-    if options.sequences is not None:
-        return int(options.sequences)
-    sequences = int(options.batch_tokens // options.length)
+        raise ValueError(f"a plan needs {', '.join(missing)} as well; --compare-to RUN needs --cluster alone")
+    if options.global_batch_size is not None:
+        return int(options.global_batch_size)
+    sequences = int(options.batch_tokens // options.seq_len)
     if sequences < 1:
         raise ValueError(
-            f"a batch of {options.batch_tokens:.0f} tokens is smaller than a sequence of {options.length}; use more tokens"
+            f"a batch of {options.batch_tokens:.0f} tokens is smaller than a sequence of {options.seq_len}; use more tokens"
         )
     return sequences
 

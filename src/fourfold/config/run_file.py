@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 from fourfold.config.schema import RunConfig
 
 MAX_BYTES = 2**20  # of a run config
+# Names of other trainers (Hugging Face's TrainingArguments, torchtitan, Megatron-LM, DeepSpeed), and of older versions.
+_ALIASES: dict[str, str] = json.loads(Path(__file__).with_name("aliases.json").read_text())
 
 
 class ConfigError(ValueError):
@@ -78,9 +81,11 @@ def _message(error: Any) -> str:
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
         known = list(fields_at(path[:-1]))
-        near = difflib.get_close_matches(path[-1], known, 1, cutoff=0.0)
+        given = path[-1].lower().replace("-", "_")
+        near = [_ALIASES[given]] if given in _ALIASES else difflib.get_close_matches(given, known, 1)
+        hint = f"did you mean {near[0]!r}? It" if near else "it"
         where = f"[{'.'.join(path[:-1])}]" if path[:-1] else "the file"
-        return f"{where} has no field {path[-1]!r}; did you mean {near[0]!r}? It has {', '.join(known)}"
+        return f"{where} has no field {path[-1]!r}; {hint} has {', '.join(known)}"
     if error["type"] == "missing":
         about = fields_at(path[:-1]).get(path[-1])
         return f"{name} is missing: {about.description if about and about.description else 'a section of its own'}"

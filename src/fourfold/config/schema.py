@@ -64,7 +64,7 @@ class DataSection(Section):
     """Data sets, each with its weight."""
     sequence_length: PositiveInt = 1024
     """Tokens per sample."""
-    read_ahead: Annotated[int, Field(ge=0)] = 2
+    prefetch_batches: Annotated[int, Field(ge=0)] = 2
     """Batches that a background thread prefetches."""
 
 
@@ -112,7 +112,7 @@ class OptimizerSection(Section):
     """Added to AdamW's denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay of matrices; norms and biases have none."""
-    max_norm: PositiveFloat | None = 1.0
+    grad_clip_norm: PositiveFloat | None = 1.0
     """Clip gradients to this norm; none: no clipping."""
 
 
@@ -127,7 +127,7 @@ class ScheduleSection(Section):
     """After warm-up: cosine decay, constant with a decay at the end (wsd), or constant."""
     decay_steps: Annotated[int, Field(ge=0)] = 0
     """With wsd: the number of last steps over which the learning rate decays."""
-    final: Fraction = 0.1
+    min_lr_ratio: Fraction = 0.1
     """With cosine and wsd: the final learning rate as a fraction of the highest."""
 
     @model_validator(mode="after")
@@ -165,15 +165,15 @@ class EngineSection(Section):
     """How a step is computed; results equal those of one process for every setting."""
 
     precision: Literal["fp32", "bf16"] = "bf16"
-    """Of matmuls and activations; master weights are fp32."""
-    activations: Literal["auto", "replicated", "token-sharded"] = "auto"
+    """Precision of matmuls and activations; master weights are fp32."""
+    activations: Literal["auto", "replicated", "sequence-parallel"] = "auto"
     """Activations that x and y ranks would duplicate: replicated, or sharded by tokens where the model allows it."""
     keep_inputs: bool = True
-    """With token-sharded activations: keep gathered inputs for backward instead of re-gathering them."""
+    """With sequence-parallel activations: keep gathered inputs for backward instead of re-gathering them."""
     activation_checkpointing: Literal["none", "full"] = "none"
-    """Recompute activations in backward."""
+    """Recompute the activations of every block in backward (full), or keep them (none)."""
     weights: Literal["auto", "fsdp2", "streamed"] = "auto"
-    """The backend that gathers weights over z."""
+    """The backend that gathers weights over z; auto: fsdp2 on GPUs, streamed on CPUs."""
     keep_weights_bytes: Annotated[int, Field(ge=0)] = 0
     """With streamed weights: bytes of gathered weights kept for backward instead of re-gathering them."""
 
@@ -181,7 +181,7 @@ class EngineSection(Section):
     def keep_inputs_has_an_effect(self) -> EngineSection:
         if not self.keep_inputs and self.activations == "replicated":
             raise ValueError(
-                "keep_inputs=false is for activations='token-sharded', and this is activations='replicated'; leave it true"
+                "keep_inputs=false is for activations='sequence-parallel', and this is activations='replicated'; leave it true"
             )
         return self
 
@@ -193,12 +193,12 @@ class CheckpointSection(Section):
     """A folder, or any fsspec URL such as s3://bucket/run."""
     every_steps: PositiveInt | None = 200
     """Steps between two checkpoints; none: only at the end."""
-    written_within_steps: PositiveInt | None = Field(
+    max_async_lag_steps: PositiveInt | None = Field(
         None,
         description="Training waits when a checkpoint is still being written after this many steps: with 1, a failure never costs "
         "more than every_steps; none: it does not wait.",
     )
-    keep: PositiveInt = 3
+    keep_last: PositiveInt = 3
     """The number of newest checkpoints to keep."""
     resume: bool = True
     """Resume from the newest valid checkpoint, if there is one."""
@@ -261,7 +261,7 @@ class ReliabilitySection(Section):
     )
     straggler_factor: Annotated[float, Field(gt=1)] = 1.1
     """Report a rank whose steps take this many times as long as the others', over three comparisons."""
-    lighthouse: str | None = Field(
+    torchft_lighthouse: str | None = Field(
         None,
         description="The address of a torchft lighthouse, such as http://head:29510: every replica of the data axis is a "
         "separate job, and the others continue when one is lost; needs the extra torchft.",
@@ -269,7 +269,7 @@ class ReliabilitySection(Section):
     replica: Annotated[int, Field(ge=0)] = 0
     """With a lighthouse: the index of this job's replica, from 0."""
 
-    @field_validator("lighthouse")
+    @field_validator("torchft_lighthouse")
     @classmethod
     def has_a_port(cls, given: str | None) -> str | None:
         if given is not None and not re.fullmatch(r"https?://.+:\d+/?", given):
@@ -306,12 +306,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def replicas_fit(self) -> RunConfig:
-        if self.reliability.lighthouse is None:
+        if self.reliability.torchft_lighthouse is None:
             return self
         data, z, replica = self.grid.data, self.grid.z, self.reliability.replica
         if self.grid.auto:
             raise ValueError(
-                "reliability.lighthouse makes each replica a separate job, and grid.auto would lay out one job; set the grid"
+                "reliability.torchft_lighthouse makes each replica a separate job, and grid.auto would lay out one job; set the grid"
             )
         if replica >= data:
             raise ValueError(
@@ -320,7 +320,7 @@ class RunConfig(Section):
             )
         if not self.checkpoints.resume:
             raise ValueError(
-                "reliability.lighthouse is for replicas that restart, and checkpoints.resume=false starts from step 0; "
+                "reliability.torchft_lighthouse is for replicas that restart, and checkpoints.resume=false starts from step 0; "
                 "leave it true"
             )
         if self.sequences < data * z:
@@ -335,7 +335,7 @@ class RunConfig(Section):
         ranks = math.prod(self.shape[:2])
         if self.grid.auto or not (self.sequences % ranks or self.evaluation.sequences % ranks):
             return self
-        words = "data*z" if self.reliability.lighthouse is None else "z"
+        words = "data*z" if self.reliability.torchft_lighthouse is None else "z"
         if self.sequences % ranks:
             near = max(1, round(self.sequences / ranks)) * ranks * self.data.sequence_length
             raise ValueError(
@@ -351,11 +351,11 @@ class RunConfig(Section):
     def sequences_can_be_sharded(self) -> RunConfig:
         length = self.data.sequence_length
         undivided = undivided_axis(length, self.grid.y, self.grid.x)
-        if self.engine.activations != "token-sharded" or self.grid.auto or undivided is None:
+        if self.engine.activations != "sequence-parallel" or self.grid.auto or undivided is None:
             return self
         axis, ranks = undivided
         raise ValueError(
-            f"engine.activations='token-sharded' shards sequences over the tensor axes, and grid.{axis}={ranks} does not divide "
+            f"engine.activations='sequence-parallel' shards sequences over the tensor axes, and grid.{axis}={ranks} does not divide "
             f"data.sequence_length={length}; use {max(1, length // ranks) * ranks}, or 'auto'"
         )
 
@@ -363,7 +363,7 @@ class RunConfig(Section):
     def shape(self) -> tuple[int, int, int, int]:
         """The grid of this job; with a lighthouse it has one replica of the data axis."""
         grid = self.grid
-        return (grid.data if self.reliability.lighthouse is None else 1, grid.z, grid.y, grid.x)
+        return (grid.data if self.reliability.torchft_lighthouse is None else 1, grid.z, grid.y, grid.x)
 
     @property
     def sequences(self) -> int:

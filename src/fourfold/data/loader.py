@@ -42,8 +42,8 @@ class Loader:
         ...     samples_seen = batch.next_sample
     """
 
-    def __init__(self, mixture: Mixture, grid: Grid, global_batch: int, *, read_ahead: int = 2) -> None:
-        self._mixture, self._batch, self._read_ahead = mixture, global_batch, read_ahead
+    def __init__(self, mixture: Mixture, grid: Grid, global_batch: int, *, prefetch_batches: int = 2) -> None:
+        self._mixture, self._batch, self._prefetch_batches = mixture, global_batch, prefetch_batches
         self._rows = grid.local_rows(global_batch)
         self._pinned = grid.device.type == "cuda"  # copies from pinned memory are asynchronous
 
@@ -53,7 +53,7 @@ class Loader:
         ahead: deque[Future[Batch]] = deque()
         try:
             while True:
-                while len(ahead) <= self._read_ahead:
+                while len(ahead) <= self._prefetch_batches:
                     ahead.append(reader.submit(self.read, first_sample, rows))
                     first_sample += self._batch
                 yield ahead.popleft().result()

@@ -83,8 +83,6 @@ def prepare(
     progress: Progress = lambda done, total: None,
 ) -> DatasetManifest:
     """Tokenise the inputs into a folder; a second call resumes where the first was stopped."""
-    if processes < 1:
-        raise ValueError(f"processes={processes} is too few; use at least 1")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):

@@ -103,7 +103,7 @@ def changes_for(run: Path) -> list[str]:
         f"checkpoints.folder={run / 'checkpoints'}",
         f"logging.folder={run / 'logs'}",
         f"checkpoints.every_steps={SAVE_EVERY}",
-        f"checkpoints.keep={STEPS}",
+        f"checkpoints.keep_last={STEPS}",
         f"schedule.steps={STEPS}",
         "schedule.warmup_steps=0",
         "schedule.decay_steps=0",

@@ -256,7 +256,7 @@ def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
         sizes = {key: value for key, value in model.items() if key != "model_type"}
         model = transformers.AutoConfig.for_model(model["model_type"], **sizes)
     with torch.device("meta"):
-        module: nn.Module = transformers.AutoModelForCausalLM.from_config(model)
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(model, dtype=torch.float32)
     return module
 
 

@@ -85,8 +85,8 @@ def _training(values: dict[str, Any]) -> Iterable[Row]:
         yield "tokens seen", f"{samples * length:,} ({samples:,} samples of {length:,})"
     if (tokens := value_at(config, "batch", "tokens")) is not None:
         yield "batch", f"{_plain(tokens)} tokens"
-    yield from _settings(config, "optimizer", "name", "lr", "betas", "eps", "weight_decay", "max_norm")
-    yield from _settings(config, "schedule", "kind", "warmup_steps", "decay_steps", "final")
+    yield from _settings(config, "optimizer", "name", "lr", "betas", "eps", "weight_decay", "grad_clip_norm")
+    yield from _settings(config, "schedule", "kind", "warmup_steps", "decay_steps", "min_lr_ratio")
     if (precision := value_at(config, "engine", "precision")) is not None:
         yield "precision", f"{precision}, fp32 master weights"
     grid = values["grid"]

@@ -46,7 +46,7 @@ class KubernetesJob:
     shared_memory: str = "16Gi"
     node_selector: Mapping[str, str] = field(default_factory=dict)
     # Seconds from SIGTERM to SIGKILL of a pod; a step and a checkpoint have to fit in.
-    warning_s: int = 120
+    grace_period_s: int = 120
     max_restarts: int = 10
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ def _pod_spec(job: KubernetesJob) -> dict[str, Any]:
     mine = {"jobset.sigs.k8s.io/jobset-name": job.name}
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": job.warning_s,
+        "terminationGracePeriodSeconds": job.grace_period_s,
         **({"nodeSelector": dict(job.node_selector)} if job.node_selector else {}),
         # One pod per node.
         "affinity": {

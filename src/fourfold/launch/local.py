@@ -52,7 +52,7 @@ def check(run: RunConfig) -> None:
             f"{vocabulary} in its config.json, or prepare the data with the model's tokenizer"
         )
     # torchft replicas take shares of any size.
-    if not run.grid.auto and run.reliability.lighthouse is None:
+    if not run.grid.auto and run.reliability.torchft_lighthouse is None:
         parts = run.grid.data * run.grid.z
         micro_batches(run.sequences // parts, run.batch.micro_batch_sequences)
 

@@ -22,7 +22,7 @@ SET_HERE = {
     "ntasks": None,
     "ntasks-per-node": None,
     "gpus-per-node": "--gpus-per-node",
-    "signal": "--warning-s",
+    "signal": "--grace-period",
     "requeue": None,
     "no-requeue": "--max-requeues 0",
     "open-mode": None,
@@ -48,20 +48,20 @@ class SlurmJob:
     # Commands before the run, such as "module load cuda".
     setup: Sequence[str] = ()
     # Seconds from Slurm's warning to the time limit; a step and a checkpoint have to fit in.
-    warning_s: int = 120
+    grace_period_s: int = 120
     max_requeues: int = 100
     # Restarts of the ranks within a start of the job.
     max_restarts: int = MAX_RESTARTS
 
     def __post_init__(self) -> None:
-        if self.warning_s < 10:
-            raise ValueError(f"--warning-s {self.warning_s} leaves no time to save; use 10 or more")
+        if self.grace_period_s < 10:
+            raise ValueError(f"--grace-period {self.grace_period_s} leaves no time to save; use 10 or more")
         limit_s = _seconds(self.options.get("time"))
         # Slurm may send the warning a minute early.
-        if limit_s is not None and limit_s < self.warning_s + 120:
+        if limit_s is not None and limit_s < self.grace_period_s + 120:
             raise ValueError(
-                f"a time limit of {limit_s} s leaves too little time before the warning, {self.warning_s} s before its end; "
-                f"use --time of {-(-(self.warning_s + 120) // 60)} minutes or more, or a smaller --warning-s"
+                f"a time limit of {limit_s} s leaves too little time before the warning, {self.grace_period_s} s before its end; "
+                f"use --time of {-(-(self.grace_period_s + 120) // 60)} minutes or more, or a smaller --grace-period"
             )
         for option, value in self.options.items():
             if option in SET_HERE:
@@ -109,14 +109,14 @@ def render(job: SlurmJob) -> str:
         "chdir": shlex.quote(str(job.folder)),
         "output": shlex.quote(f"{job.logs}/slurm-%j.out"),
         "open-mode": "append",
-        "signal": f"B:USR1@{job.warning_s}",
+        "signal": f"B:USR1@{job.grace_period_s}",
         "requeue": None,
     }
     settings = {
         "nodes": job.world.nodes,
         "ranks_per_node": job.world.ranks_per_node,
         "logs": job.logs,
-        "warning_s": job.warning_s,
+        "grace_period_s": job.grace_period_s,
         "max_requeues": job.max_requeues,
         "max_restarts": job.max_restarts,
         "continue_exit_code": CONTINUE,

@@ -1,5 +1,5 @@
 
-# -- the warning: Slurm sends USR1 to this script alone, $warning_s seconds before the time limit
+# -- the warning: Slurm sends USR1 to this script alone, $grace_period_s seconds before the time limit
 warned=no
 trap 'warned=yes' USR1
 # TERM: the job is cancelled, or Slurm ends it. The ranks get it too, and save; the job is not requeued.
@@ -45,7 +45,7 @@ done
 if [ "$warned" = yes ]; then
     echo "warned at $(date '+%F %T'): the ranks save"
     # Requeue after the deadline even if ranks are still running: after the time limit it is not possible.
-    deadline=$((SECONDS + warning_s * 3 / 4))
+    deadline=$((SECONDS + grace_period_s * 3 / 4))
     while kill -0 "$step" 2>/dev/null && [ "$SECONDS" -lt "$deadline" ]; do
         kill -USR1 "$step"
         for _ in 1 2 3 4 5; do

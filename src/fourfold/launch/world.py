@@ -36,13 +36,6 @@ def world_of(
         Traceback (most recent call last):
         ValueError: the grid data=2 z=4 y=1 x=1 has 8 ranks, but 4 nodes of 4 ranks have 16; use --nodes 2 or --set grid.data=4
     """
-    for option, number in (
-        ("--nodes", nodes),
-        ("--ranks-per-node", ranks_per_node),
-        ("--gpus-per-node", gpus_per_node),
-    ):
-        if number is not None and number < 1:
-            raise ValueError(f"{option} {number} is not allowed; use 1 or more")
     size = grid.size
     if ranks_per_node is None and gpus_per_node is None:
         ranks_per_node = gpus_per_node = _share(grid, size, nodes)

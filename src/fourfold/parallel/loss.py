@@ -89,7 +89,7 @@ def cross_entropy(
 
     ``logits`` are this rank's columns of the vocabulary (``model(ids).logits``). ``labels`` say what each position should
     predict; they are not shifted here. The mean is over the labels of the global batch that are not ``ignore_index``,
-    also if ranks have different numbers of them. With token-sharded activations a y rank has the logits of 1/y of the
+    also if ranks have different numbers of them. With sequence-parallel activations a y rank has the logits of 1/y of the
     tokens; pass the labels of all tokens. To accumulate gradients over several calls, pass the number of counted labels
     of all calls as ``num_items`` (`count_labels`), so that the accumulated gradient is that of one mean. With
     ``vocab_size`` the width of the logits is checked against it; without, the ranks exchange their widths.
@@ -101,7 +101,7 @@ def cross_entropy(
         >>> loss.backward()
     """
     all_labels, labels = labels, _own_labels(logits, labels, grid)
-    is_token_sharded = labels is not all_labels
+    is_sequence_parallel = labels is not all_labels
     if logits.shape[:-1] != labels.shape:
         part = f", which may be those of 1/{grid.y} of the tokens" if grid.y > 1 else ""
         raise ValueError(
@@ -119,14 +119,14 @@ def cross_entropy(
     arguments = (logits, labels, first, ignore_index, z_loss, grid)
     loss = cast(Tensor, _TokenLoss.apply(*arguments)) / num_items  # type: ignore[no-untyped-call]
     # Each rank's backward covers its own tokens; the gradients of weights are summed over z and data later.
-    axes: tuple[Axis, ...] = ("y", "z", "data") if is_token_sharded else ("z", "data")
+    axes: tuple[Axis, ...] = ("y", "z", "data") if is_sequence_parallel else ("z", "data")
     for axis in axes:
         loss = sum_forward(loss, grid.collectives, axis, "loss")
     return loss
 
 
 def _own_labels(logits: Tensor, labels: Tensor, grid: Grid) -> Tensor:
-    """The labels of the logits' tokens; with token-sharded activations a y rank has 1/y of them, in order."""
+    """The labels of the logits' tokens; with sequence-parallel activations a y rank has 1/y of them, in order."""
     rows = logits.shape[:-1]
     if grid.y == 1 or len(rows) != 2 or labels.numel() != grid.y * rows.numel():
         return labels
@@ -277,7 +277,7 @@ def full_logits(
 ) -> Tensor:
     """All columns of the vocabulary on every x rank, for evaluation; gradients do not flow through.
 
-    With token-sharded activations a y rank has 1/y of the tokens; so with y > 1 pass the ``batch`` shape, (sequences, length).
+    With sequence-parallel activations a y rank has 1/y of the tokens; so with y > 1 pass the ``batch`` shape, (sequences, length).
 
     Example:
         >>> full_logits(model(input_ids=ids).logits, grid, vocab_size=131, batch=ids.shape).shape[-1]

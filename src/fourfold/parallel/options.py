@@ -14,8 +14,8 @@ from fourfold.weights.api import Precision, Weights, backend_of
 from fourfold.weights.overlap import Overlap
 
 # How activations are sharded; and what can be asked for: "auto" shards them by tokens too, where the model's code allows it.
-Activations = Literal["replicated", "token-sharded"]
-ActivationsWanted = Literal["auto", "replicated", "token-sharded"]
+Activations = Literal["replicated", "sequence-parallel"]
+ActivationsWanted = Literal["auto", "replicated", "sequence-parallel"]
 ActivationCheckpointing = Literal["none", "full"]
 
 

@@ -54,7 +54,7 @@ def parallelize(
             them.
         roles: the role of each module by its name; `*` stands for one part of a name.
         precision: of the computation; master weights and gradients are fp32.
-        activations: sharded over both x and y (``token-sharded``, also known as sequence parallelism), or sharded over one
+        activations: sharded over both x and y (``sequence-parallel``, as in Megatron-LM), or sharded over one
             and replicated over the other (``replicated``). ``auto`` is the first where the model's code allows it; the
             report says why not where it does not. With y > 1 and the first, the logits are those of this rank's tokens.
         activation_checkpointing: ``full`` recomputes each block in backward.
@@ -152,7 +152,7 @@ def arrange(
         head=replaced.head,
     )
     decisions = Decisions(
-        weights, why_weights, "token-sharded" if tokens else "replicated", why_activations, why_unsplit
+        weights, why_weights, "sequence-parallel" if tokens else "replicated", why_activations, why_unsplit
     )
     report = compose_report(
         model_name, grid, roles, replaced, options, decisions, caches, len(blocks), dropout is not None

@@ -41,7 +41,7 @@ class Replaced:
 class ModuleReplacement:
     """Replaces every module that has a role by its parallel form, in place.
 
-    ``sequence_roles`` are for token-sharded activations. With x = y = 1 every module stays the stock one, and with FSDP2
+    ``sequence_roles`` are for sequence-parallel activations. With x = y = 1 every module stays the stock one, and with FSDP2
     its parameters stay plain tensors.
     """
 

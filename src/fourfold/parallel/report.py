@@ -14,7 +14,7 @@ from fourfold.parallel.options import Activations, Options
 from fourfold.parallel.replace_modules import Replaced
 from fourfold.text_tables import as_text, table
 from fourfold.weights.api import Weights
-from fourfold.weights.overlap import STREAMED_OPTIONS, TOKEN_SHARDED_OPTIONS
+from fourfold.weights.overlap import SEQUENCE_PARALLEL_OPTIONS, STREAMED_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def compose_report(
     if decisions.weights != "streamed" and (unused := options.overlap.without_effect(STREAMED_OPTIONS)):
         notes.append(f"{unused} with {decisions.weights} weights; use weights='streamed'")
     if decisions.activations == "replicated" and (
-        unused := options.overlap.without_effect(TOKEN_SHARDED_OPTIONS)
+        unused := options.overlap.without_effect(SEQUENCE_PARALLEL_OPTIONS)
     ):
         notes.append(f"{unused} with replicated activations; leave it out")
     is_split = decisions.why_unsplit is None

@@ -81,7 +81,7 @@ class Tokens:
         shape: tuple[int, ...] | None = getattr(self._mine, "shape", None)
         if shape is None:
             raise UnsupportedError(
-                "token-sharded activations start at the model's embedding, which did not run: pass input_ids, not "
+                "sequence-parallel activations start at the model's embedding, which did not run: pass input_ids, not "
                 "inputs_embeds; to recompute blocks in backward use activation_checkpointing='full', not the model's "
                 "gradient_checkpointing_enable(); or use activations='replicated'"
             )
@@ -192,7 +192,7 @@ class ShapeProxy(Tensor):
         module = next(a.module for a in tree_leaves((args, kwargs)) if isinstance(a, ShapeProxy))
         line = line_of_model(traceback.extract_stack())
         raise UnsupportedError(
-            f"{module} uses its input outside of its projections ({function}, {line}), but with token-sharded "
+            f"{module} uses its input outside of its projections ({function}, {line}), but with sequence-parallel "
             "activations each rank has only a part of it; use activations='replicated'"
         )
 
@@ -207,7 +207,7 @@ def show_full_shape(module: nn.Module, name: str, tokens: Tokens) -> None:
         own = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(own, Tensor):
             raise UnsupportedError(
-                f"{name} is called without hidden_states, so it is not known which of its arguments is token-sharded; "
+                f"{name} is called without hidden_states, so it is not known which of its arguments is sharded by tokens; "
                 "use activations='replicated'"
             )
         proxy = ShapeProxy(tokens.own(own, name), (*tokens.shape, own.shape[-1]), name)

@@ -24,7 +24,7 @@ from fourfold.mesh.grid import Grid
 from fourfold.parallel.options import ActivationsWanted
 from fourfold.parallel.sequence import Cuts, Tokens
 
-_NOT_TOKEN_SHARDED = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
+_NOT_SEQUENCE_PARALLEL = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
 
 
 @dataclass
@@ -53,7 +53,7 @@ def choose_activations(
     try:
         found = shard_activations(model, roles, grid)
     except UnsupportedError as reason:
-        if wanted == "token-sharded":
+        if wanted == "sequence-parallel":
             raise
         return None, str(reason)
     return (
@@ -63,7 +63,7 @@ def choose_activations(
 
 
 def shard_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> SequenceRoles:
-    """What each module does; raises `UnsupportedError` if this model's activations cannot be token-sharded."""
+    """What each module does; raises `UnsupportedError` if this model's activations cannot be sequence-parallel."""
     name = type(model).__name__
     config = getattr(model, "config", None)
     anatomy = Anatomy(model)
@@ -91,10 +91,10 @@ def shard_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Se
             f"the batch's shape{_code(map(anatomy.modules.get, owners), *own)}; use activations='replicated'"
         )
     for role in roles:
-        if role.word in _NOT_TOKEN_SHARDED:
+        if role.word in _NOT_SEQUENCE_PARALLEL:
             parent, _, child = role.name.rpartition(".")
             raise UnsupportedError(
-                f"{role.name} has the role {role.word!r}, whose output is complete on each rank instead of token-sharded over "
+                f"{role.name} has the role {role.word!r}, whose output is complete on each rank instead of sharded by tokens over "
                 f"x={grid.x} and y={grid.y}{_code([anatomy.modules.get(parent)], child)}; use activations='replicated'"
             )
     out = SequenceRoles(Tokens(grid))

@@ -52,7 +52,7 @@ def plan(
     name, the path of a TOML file, or a `Cluster`. The global batch is ``sequences`` of ``length`` tokens. The formulas rank
     all; the first ``simulate`` are then simulated over their dry runs, whose memory replaces that of the formulas, and ranked
     by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given;
-    ``optimizer`` is that of the run. Replicated and token-sharded ``activations`` are both tried, unless one is given; the
+    ``optimizer`` is that of the run. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
     latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which.
 
     Any other module that takes ``input_ids`` and ``labels`` and returns the ``.loss`` of its ``loss_function`` has no formulas:
@@ -69,7 +69,7 @@ def plan(
     work = precision or machines.precision
     job = Job(source, sequences, length, machines.target, work, roles, optimizer)
     if workload is None:
-        # Few such modules allow token sharding, and each try is a dry run.
+        # Few such modules allow sequence parallelism, and each try is a dry run.
         layouts, rejected = _all_layouts(
             ranks, sequences, weights, checkpointing, activations or "replicated"
         )
@@ -87,7 +87,7 @@ def plan(
             sequences,
             weights=weights,
             checkpointing=checkpointing,
-            activations=(activations,) if activations else ("replicated", "token-sharded"),
+            activations=(activations,) if activations else ("replicated", "sequence-parallel"),
             keep_inputs=keep_inputs,
             reserve=reserve,
         )
@@ -112,7 +112,7 @@ def plan(
 
 
 def _worth_simulating(found: Plan, count: int) -> list[Estimate]:
-    """The first ones, and the first with and without y and token sharding, so that simulations can be compared."""
+    """The first ones, and the first with and without y and sequence parallelism, so that simulations can be compared."""
     if not count:
         return []
     first = found.ranked[:count]

@@ -98,14 +98,14 @@ def search(
     *,
     weights: Literal["fsdp2", "streamed"] = "fsdp2",
     checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
-    activations: tuple[Activations, ...] = ("replicated", "token-sharded"),
+    activations: tuple[Activations, ...] = ("replicated", "sequence-parallel"),
     keep_inputs: tuple[bool, ...] = (True, False),
     reserve: float = RESERVE,
 ) -> Plan:
     """All layouts, the fastest first.
 
     ``reserve`` is the part of the memory that is left free. Streamed weights are tried with none, half and all of them kept.
-    Token-sharded ``activations`` are tried where there are tensor ranks, with gathered inputs that are kept and that are
+    Sequence-parallel ``activations`` are tried where there are tensor ranks, with gathered inputs that are kept and that are
     gathered again (``keep_inputs``). Grids with more than `_MOST_TENSOR_RANKS` on y and x together are skipped.
     """
     workload, cluster, length = prices.workload, prices.cluster, prices.length
@@ -126,12 +126,12 @@ def search(
         ways: list[tuple[Activations, bool]] = []
         if "replicated" in activations or x * y == 1:
             ways.append(("replicated", True))
-        if "token-sharded" in activations and x * y > 1 and undivided is None:
-            ways += [("token-sharded", keep) for keep in keep_inputs]
+        if "sequence-parallel" in activations and x * y > 1 and undivided is None:
+            ways += [("sequence-parallel", keep) for keep in keep_inputs]
         for micro_batches in divisors(global_batch_sequences // (data * z)):
             tokens = global_batch_sequences // (data * z * micro_batches) * length
-            if undivided is not None and "token-sharded" in activations:
-                layout = Layout(data, z, y, x, micro_batches, weights=weights, activations="token-sharded")
+            if undivided is not None and "sequence-parallel" in activations:
+                layout = Layout(data, z, y, x, micro_batches, "none", 0, weights, "sequence-parallel")
                 axis, axis_ranks = undivided
                 reason = f"{axis}={axis_ranks} does not divide the {length} tokens of a sequence, so they cannot be sharded"
                 rejected.append(Rejected(layout, reason))

@@ -70,7 +70,7 @@ def describe_layout(
     """The layout of a model in the fields of the planner's `Layout`; ``keep_bytes`` applies to streamed weights only."""
     backend = backend_of(model)
     streamed = backend is not None and backend.name == "streamed"
-    # The settings of any linear whose activations are token-sharded.
+    # The settings of any linear whose activations are sequence-parallel.
     linears = (m for m in model.modules() if isinstance(m, Linear4D))
     sharded = next((linear for linear in linears if linear.group.tokens is not None), None)
     return {
@@ -79,7 +79,7 @@ def describe_layout(
         "activation_checkpointing": activation_checkpointing,
         "keep_bytes": keep_bytes if streamed else 0,
         "weights": "streamed" if streamed else "fsdp2",
-        "activations": "replicated" if sharded is None else "token-sharded",
+        "activations": "replicated" if sharded is None else "sequence-parallel",
         "keep_inputs": sharded is None or sharded.group.overlap.keep_inputs,
     }
 
@@ -97,7 +97,7 @@ def save_run(
     keep_bytes: int = 0,
     precision: str = "bf16",
 ) -> None:
-    """Write the median times of some steps, and the layout, for ``fourfold plan --against``. Call it on one rank.
+    """Write the median times of some steps, and the layout, for ``fourfold plan --compare-to``. Call it on one rank.
 
     Measure complete steps, including clipping and the optimizer, and leave out the first two. ``sequences`` is the global
     batch size of a step.

@@ -50,7 +50,8 @@ def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
             return wait_idle(idle_store, rank, used)
     with ExitStack() as stack:
         trainer = Trainer(run, Grid.create(run.shape), [*first, *callbacks_of(run)])
-        checkpoints = stack.enter_context(Checkpoints(run.checkpoints.folder, keep=run.checkpoints.keep))
+        section = run.checkpoints
+        checkpoints = stack.enter_context(Checkpoints(section.folder, keep_last=section.keep_last))
         stop = StopRequest(run.reliability.first_step_timeout_s)
         try:
             with handling(stop.request):
@@ -72,7 +73,7 @@ def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
 
 def with_replica_logs(run: RunConfig) -> RunConfig:
     """Give each replica that is a job of its own a folder for logs; they share the checkpoints."""
-    if run.reliability.lighthouse is None:
+    if run.reliability.torchft_lighthouse is None:
         return run
     folder = run.logging.folder / f"replica-{run.reliability.replica}"
     return run.model_copy(update={"logging": run.logging.model_copy(update={"folder": folder})})

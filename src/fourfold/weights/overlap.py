@@ -10,7 +10,7 @@ from torch import Tensor
 
 _MAX_CHUNKS = 4
 STREAMED_OPTIONS = ("prefetch", "bundle_bytes", "keep_bytes", "gradients", "in_flight_bytes")
-TOKEN_SHARDED_OPTIONS = ("keep_inputs",)
+SEQUENCE_PARALLEL_OPTIONS = ("keep_inputs",)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Overlap:
     backward: bool = True
     # The sum of an output is split into this many chunks of tokens; each overlaps with the next chunk's matmul.
     forward_chunks: int | Literal["auto"] = "auto"
-    # Token-sharded activations: keep the gathered input of a linear until backward, instead of gathering it again.
+    # Sequence-parallel activations: keep the gathered input of a linear until backward, instead of gathering it again.
     keep_inputs: bool = True
     # Batch-split overlap: two half-batches alternate, so that one computes while a collective of the other is in flight.
     interleave: bool | Literal["auto"] = "auto"

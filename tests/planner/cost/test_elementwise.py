@@ -22,7 +22,7 @@ def test_a_block_moves_what_its_operators_move(shape, model):
 
 @pytest.mark.parametrize("model", ["llama", "starcoder2"])
 def test_a_block_cut_by_its_tokens_moves_its_share(model):
-    compare((1, 1, 2, 2), model, "token-sharded")
+    compare((1, 1, 2, 2), model, "sequence-parallel")
 
 
 def compare(shape, model, activations):
@@ -37,7 +37,7 @@ def compare(shape, model, activations):
             per_token |= o.name.startswith("aten.cat")  # gradients of siblings, in one buffer
             moved[o.phase] += o.bytes_moved if per_token else 0.0
     workload = from_config(config.to_dict())
-    closed = block_bytes(workload, y, x, "eager", by_tokens=activations == "token-sharded")
+    closed = block_bytes(workload, y, x, "eager", by_tokens=activations == "sequence-parallel")
     assert closed.forward == pytest.approx(moved["forward"] / TOKENS, rel=0.15)
     assert closed.backward == pytest.approx(moved["backward"] / TOKENS, rel=0.15)
 

@@ -55,7 +55,7 @@ POINTS = [
     ("wide vocabulary", Layout(2, 2, 2, 2, 1, "none", weights="streamed")),
 ]
 # Two y ranks use one key/value head; inputs that are kept and that come again; the head's gradient is the peak.
-TOKENS: dict[str, Any] = {"activations": "token-sharded"}
+TOKENS: dict[str, Any] = {"activations": "sequence-parallel"}
 AGAIN = TOKENS | {"keep_inputs": False}
 POINTS += [
     ("llama", Layout(1, 1, 2, 4, 1, "none", weights="fsdp2", **TOKENS)),

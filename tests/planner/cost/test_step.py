@@ -65,12 +65,14 @@ BY_TOKENS = [
 
 
 @pytest.mark.parametrize(("config", "shape", "recompute", "keep_inputs"), BY_TOKENS)
-def test_token_sharded_collectives_and_flops_are_those_of_the_dry_run(config, shape, recompute, keep_inputs):
+def test_sequence_parallel_collectives_and_flops_are_those_of_the_dry_run(
+    config, shape, recompute, keep_inputs
+):
     """Bytes on every axis to the last number of a loss or a norm; FLOPs without a factor that x or y ranks repeat."""
     data, z, y, x = shape
     sequences, length = 4 * data * z, 32
-    layout = Layout(*shape, 1, recompute, activations="token-sharded", keep_inputs=keep_inputs)
-    done = dryrun(config, shape, sequences=sequences, length=length, activations="token-sharded", weights="fsdp2",
+    layout = Layout(*shape, 1, recompute, activations="sequence-parallel", keep_inputs=keep_inputs)
+    done = dryrun(config, shape, sequences=sequences, length=length, activations="sequence-parallel", weights="fsdp2",
                   activation_checkpointing=recompute, overlap=Overlap(keep_inputs=keep_inputs))  # fmt: skip
     workload = from_config(config.to_dict())
     found = estimate(workload, layout, bare(), sequences, length)
@@ -95,7 +97,7 @@ def test_token_sharded_collectives_and_flops_are_those_of_the_dry_run(config, sh
 def test_what_is_gathered_again_is_the_inputs_of_the_linears():
     """As in docs/decisions/0018: over x the inputs of q, k, v, of gate and up and of the head, over y those of o and down."""
     t, y, x, tokens = LLAMA, 2, 4, 4 * 2048
-    kept, again = (estimate(LLAMA, Layout(1, 1, y, x, activations="token-sharded", keep_inputs=keep), bare(), 4, 2048)
+    kept, again = (estimate(LLAMA, Layout(1, 1, y, x, activations="sequence-parallel", keep_inputs=keep), bare(), 4, 2048)
                    for keep in (True, False))  # fmt: skip
     more = {axis: (again.link_s[axis] - kept.link_s[axis]) * 1e9 for axis in ("x", "y")}
     assert more["x"] == pytest.approx(2 * (x - 1) / x * (2 * t.layers + 1) * tokens * t.hidden / y)
@@ -107,7 +109,7 @@ def test_token_sharding_leaves_attention_and_elementwise_work_to_one_rank_of_y_a
     def cost(activations):
         return estimate(LLAMA, Layout(1, 1, 2, 4, activations=activations), H100, 4, 2048)
 
-    replicated, by_tokens = cost("replicated"), cost("token-sharded")
+    replicated, by_tokens = cost("replicated"), cost("sequence-parallel")
     assert by_tokens.compute_s["attention"] == pytest.approx(replicated.compute_s["attention"] / 2)
     assert by_tokens.compute_s["element-wise"] < 0.6 * replicated.compute_s["element-wise"]
     assert by_tokens.memory.activations_bytes < replicated.memory.activations_bytes

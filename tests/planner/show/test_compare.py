@@ -88,7 +88,7 @@ def test_a_real_run_can_be_saved_and_compared(pool, tmp_path):
     pool.run(save_a_run, 2, str(path))
     run = read_run(path)
     assert (run.layout, run.sequences) == (
-        Layout(1, 1, 1, 2, weights="streamed", activations="token-sharded"),
+        Layout(1, 1, 1, 2, weights="streamed", activations="sequence-parallel"),
         2,
     )
     assert 0 < run.parts_s["compute"] < run.step_s

@@ -77,10 +77,10 @@ class RunLayout(Callback):
         self.layout = Layout(**run_metadata(trainer)["layout"])
 
 
-def test_token_sharded_activations_train_evaluate_and_save_alike(pool: RankPool, tmp_path: Path) -> None:
+def test_sequence_parallel_activations_train_evaluate_and_save_alike(pool: RankPool, tmp_path: Path) -> None:
     values = write_run(tmp_path)
     found = {}
-    for activations in ("replicated", "token-sharded"):
+    for activations in ("replicated", "sequence-parallel"):
         engine = {"activations": activations, "keep_inputs": activations == "replicated"}
         folder = tmp_path / activations
         run = on(
@@ -175,7 +175,7 @@ def train_with_slow_writes(run: RunConfig) -> list[int]:
 def test_steps_wait_for_a_slow_checkpoint(
     pool: RankPool, tmp_path: Path, within: int, expected: list[int]
 ) -> None:
-    saving = {"every_steps": 2, "written_within_steps": within, "folder": str(tmp_path / "slow")}
+    saving = {"every_steps": 2, "max_async_lag_steps": within, "folder": str(tmp_path / "slow")}
     run = on(write_run(tmp_path), (1, 2, 1, 1), checkpoints=saving)
     assert pool.run(train_with_slow_writes, 2, run) == [expected] * 2
 

@@ -173,7 +173,7 @@ def without_torchft(run: Any) -> str:
 
 
 def test_without_torchft_the_error_says_what_to_install(pool: RankPool, tmp_path: Path) -> None:
-    run = on(write_run(tmp_path), (2, 1, 1, 1), reliability={"lighthouse": HEAD})
+    run = on(write_run(tmp_path), (2, 1, 1, 1), reliability={"torchft_lighthouse": HEAD})
     (message,) = pool.run(without_torchft, 1, run)
     assert "fourfold[torchft]" in message
 
@@ -195,10 +195,10 @@ def test_every_rank_has_rows_of_its_own(replicas: int, z: int) -> None:
 @pytest.mark.parametrize(
     ("reliability", "more", "words"),
     [
-        ({"lighthouse": HEAD, "replica": 2}, {}, r"replica=2 .* data=2"),
-        ({"lighthouse": "head:29510"}, {}, "http://"),
-        ({"lighthouse": HEAD}, {"checkpoints": {"resume": False}}, "resume"),
-        ({"lighthouse": HEAD}, {"batch": {"tokens": 16}}, "too few for .* use 32"),
+        ({"torchft_lighthouse": HEAD, "replica": 2}, {}, r"replica=2 .* data=2"),
+        ({"torchft_lighthouse": "head:29510"}, {}, "http://"),
+        ({"torchft_lighthouse": HEAD}, {"checkpoints": {"resume": False}}, "resume"),
+        ({"torchft_lighthouse": HEAD}, {"batch": {"tokens": 16}}, "too few for .* use 32"),
     ],
 )
 def test_invalid_configs_are_rejected(tmp_path: Path, reliability: Any, more: Any, words: str) -> None:

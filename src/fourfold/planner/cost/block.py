@@ -8,7 +8,7 @@ Each group of linears that read one input runs in this order, as in `parallel/li
                 output stays whole
 
 With replicated activations everything is whole over the second axis: nothing is gathered, every reduction is an
-all-reduce, and norms, activation functions and the core of attention are repeated. With token-sharded activations they run
+all-reduce, and norms, activation functions and the core of attention are repeated. With sequence-parallel activations they run
 once, on 1/(x*y) of the tokens, or of the heads if those divide.
 """
 
@@ -40,8 +40,8 @@ class Given(NamedTuple):
     schedule: Schedule
     slowdown: Slowdown
     send: Send
-    by_tokens: bool = False  # token-sharded activations
-    keep_inputs: bool = True  # or gather them again in backward, where activations are token-sharded
+    by_tokens: bool = False  # sequence-parallel activations
+    keep_inputs: bool = True  # or gather them again in backward, where activations are sequence-parallel
 
 
 class Pass(NamedTuple):
@@ -205,7 +205,7 @@ def _replicas(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[tu
 def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, Pass]:
     """A block's forward and backward; a recomputed forward is another forward.
 
-    With token-sharded activations the tokens are those that all x and y ranks share.
+    With sequence-parallel activations the tokens are those that all x and y ranks share.
     """
     w, (tokens, y, x, device, kernels, schedule, slowdown, send, by_tokens, _) = workload, given
     groups = groups_of(w, y, x, by_tokens=by_tokens)

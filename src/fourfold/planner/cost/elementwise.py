@@ -51,7 +51,7 @@ def block_bytes(
     cuts_tokens_over_x: bool = False,
     by_tokens: bool = False,
 ) -> Moved:
-    """Bytes of one block for one token; with token-sharded activations, for one of the tokens that x and y ranks share."""
+    """Bytes of one block for one token; with sequence-parallel activations, for one of the tokens that x and y ranks share."""
     residual, heads = _RESIDUAL[elementwise], _HEADS[elementwise]
     inner = (_GATED if w.gated else _UNGATED)[elementwise]
     if elementwise == "eager" and not w.gated and w.activation_copies > 2:

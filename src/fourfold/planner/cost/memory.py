@@ -100,7 +100,7 @@ def norm_bytes(workload: Workload, cut: bool, work_bytes: int) -> int:
 def saved_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float:
     """What autograd keeps of one block for one token; by tokens, for one of the tokens that x and y ranks share.
 
-    Token-sharded, everything is sharded over both axes except the gathered inputs of linears where they are kept, the
+    Sequence-parallel, everything is sharded over both axes except the gathered inputs of linears where they are kept, the
     norms' statistics, and heads that do not divide.
     """
     y, x, by_tokens = layout.y, layout.x, layout.by_tokens
@@ -126,7 +126,7 @@ def saved_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float
 def _saved_v(w: Workload, layout: Layout, q: float, kv: float) -> float:
     """Features that v keeps alive: its own, or the whole buffer of outputs that were reduced together.
 
-    A bias makes a new v. Token-sharded, v is also new where it was copied out of the buffer, and with y = 1 each output has its
+    A bias makes a new v. Sequence-parallel, v is also new where it was copied out of the buffer, and with y = 1 each output has its
     own memory; one matrix for q, k and v has one buffer for all three, which v is a part of, and q and k if nothing is rotated.
     """
     y, x, ranks = layout.y, layout.x, layout.y * layout.x

@@ -90,7 +90,7 @@ class Prices:
             return self.collective_s(kind, payload_bytes, *((x, 1) if axis == "x" else (y, x)))
 
         timing = (self.cluster.device, self.kernels or Kernels(), self.schedule, self.cluster.slowdown)
-        given = Given(tokens, y, x, *timing, send, activations == "token-sharded", keep_inputs)
+        given = Given(tokens, y, x, *timing, send, activations == "sequence-parallel", keep_inputs)
         return *block_passes(self.workload, self.length, given), ends_pass(self.workload, given)
 
     def memory(self, layout: Layout, tokens: float) -> Memory:

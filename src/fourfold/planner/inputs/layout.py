@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activations = Literal["replicated", "token-sharded"]
+Activations = Literal["replicated", "sequence-parallel"]
 
 
 def undivided_axis(length: int, y: int, x: int) -> tuple[str, int] | None:
@@ -34,7 +34,7 @@ class Layout:
     weights: Literal["fsdp2", "streamed"] = "fsdp2"
     # Activations on the ranks of the second tensor axis: replicated, or sharded by tokens.
     activations: Activations = "replicated"
-    keep_inputs: bool = True  # with token-sharded activations: gathered inputs are kept for backward instead of gathered twice
+    keep_inputs: bool = True  # with sequence-parallel activations: gathered inputs are kept for backward instead of gathered twice
 
     @property
     def ranks(self) -> int:
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def by_tokens(self) -> bool:
-        return self.activations == "token-sharded"
+        return self.activations == "sequence-parallel"
 
     @property
     def is_recomputed(self) -> bool:
@@ -54,7 +54,7 @@ class Layout:
 
     def _settings(self) -> list[tuple[str, str]]:
         """The settings in addition to the grid that are not defaults, each in short and in words."""
-        how = ("T", "token-sharded") if self.keep_inputs else ("t", "token-sharded, regathered")
+        how = ("T", "sequence-parallel") if self.keep_inputs else ("t", "sequence-parallel, regathered")
         settings = [
             (self.micro_batches > 1, (f"m{self.micro_batches}", f"{self.micro_batches} micro-batches")),
             (self.by_tokens, how),
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def short(self) -> str:
-        """For narrow tables: the grid, micro-batches, T for token-sharded, t if inputs come twice, R for recomputed, K for
+        """For narrow tables: the grid, micro-batches, T for sequence-parallel, t if inputs come twice, R for recomputed, K for
         kept weights."""
         return " ".join([",".join(map(str, self.grid)), *(short for short, _ in self._settings())])
 

@@ -33,7 +33,7 @@ def show_plan(plan: Plan, cluster: Cluster, title: str, rows: int = 10, width: i
     notes = []
     if not is_wide:
         notes.append(
-            "layout: data,z,y,x; m4: 4 micro-batches; T: token-sharded activations, t: with inputs gathered again; "
+            "layout: data,z,y,x; m4: 4 micro-batches; T: sequence-parallel activations, t: with inputs gathered again; "
             "R: activations recomputed; K: weights kept"
         )
     notes.append(f"{len(plan.ranked)} of {plan.considered} layouts can run on {plan.ranks} ranks.")
@@ -100,7 +100,7 @@ def components(estimate: Estimate) -> dict[str, float]:
 
 
 def speedups(plan: Plan) -> list[str]:
-    """What the second tensor axis is worth, and token-sharded activations where both kinds were tried."""
+    """What the second tensor axis is worth, and sequence-parallel activations where both kinds were tried."""
     best = plan.best
     y = best.layout.y
     without_y = next((e for e in plan.ranked if (e.layout.y > 1) != (y > 1)), None)
@@ -113,9 +113,9 @@ def speedups(plan: Plan) -> list[str]:
         said = [f"y = {y} earns its place: the best layout without it, {_slower(without_y, best)}"]
     other = next((e for e in plan.ranked if e.layout.by_tokens != best.layout.by_tokens), None)
     if other is not None:
-        kinds = "The best layout has replicated activations; the best with token-sharded ones"
+        kinds = "The best layout has replicated activations; the best with sequence-parallel ones"
         if best.layout.by_tokens:
-            kinds = "Token-sharded activations earn their place: the best without them"
+            kinds = "Sequence-parallel activations earn their place: the best without them"
         said.append(f"{kinds}, {_slower(other, best)}")
     return said
 

@@ -46,7 +46,7 @@ def learning_rate_factor(schedule: ScheduleSection, step: int) -> float:
     Warm-up, then cosine, WSD (constant with a decay at the end) or constant.
 
     Example:
-        >>> plan = ScheduleSection(steps=100, warmup_steps=10, final=0.1)
+        >>> plan = ScheduleSection(steps=100, warmup_steps=10, min_lr_ratio=0.1)
         >>> [round(learning_rate_factor(plan, step), 3) for step in (0, 9, 10, 55, 99)]
         [0.1, 1.0, 1.0, 0.542, 0.1]
     """
@@ -59,7 +59,7 @@ def learning_rate_factor(schedule: ScheduleSection, step: int) -> float:
     else:
         decay_steps = max(1, schedule.steps - 1 - schedule.warmup_steps)
         left = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - schedule.warmup_steps) / decay_steps)))
-    return schedule.final + (1 - schedule.final) * max(0.0, left)
+    return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * max(0.0, left)
 
 
 def update(optimizer: torch.optim.Optimizer, skip_flags: Sequence[Tensor] = ()) -> None:

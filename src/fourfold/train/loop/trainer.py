@@ -102,14 +102,14 @@ class Trainer:
         self.run, self.grid, self.callbacks = run, grid, list(callbacks)
         self.is_first = dist.get_rank() == 0
         self.replicas = (
-            SingleReplica() if run.reliability.lighthouse is None else TorchFTManager(run, grid, self)
+            SingleReplica() if run.reliability.torchft_lighthouse is None else TorchFTManager(run, grid, self)
         )
         batch = grid.local_rows(run.sequences)  # raises if the batch does not divide over the ranks
         rows = batch.stop - batch.start
         self.micro_batch_rows = micro_batch_rows(run, rows)
         self.micro_batches = -(-rows // (self.replicas.planned * self.micro_batch_rows))
         self.mixture = open_data(run, "train")
-        self.loader = Loader(self.mixture, grid, run.sequences, read_ahead=run.data.read_ahead)
+        self.loader = Loader(self.mixture, grid, run.sequences, prefetch_batches=run.data.prefetch_batches)
         self.model, self.report = build_model(run.model, run.engine, grid, run.seed, run.data.sequence_length)
         check_documents_stay_apart(
             self.model,
@@ -194,15 +194,15 @@ class Trainer:
 
     def _wait_for_late(self, checkpoints: Checkpoints) -> None:
         """Bound the steps that are done while a checkpoint is written: they are lost if it is not finished."""
-        within = self.run.checkpoints.written_within_steps
+        within = self.run.checkpoints.max_async_lag_steps
         if within is not None and checkpoints.saving is not None and self.step - checkpoints.saving >= within:
             with self.timed("checkpoint"):
                 checkpoints.wait()
 
     def _roll_back(self, checkpoints: Checkpoints | None) -> Iterator[Batch]:
-        if self.run.reliability.lighthouse is not None:
+        if self.run.reliability.torchft_lighthouse is not None:
             raise RuntimeError(
-                f"step {self.step}: {self.rollbacks.reason}; with reliability.lighthouse a run does not roll back by itself: "
+                f"step {self.step}: {self.rollbacks.reason}; with reliability.torchft_lighthouse a run does not roll back by itself: "
                 "restarted, it resumes from its newest checkpoint"
             )
         with self.timed("rollback"):
@@ -269,7 +269,7 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_gradients(self)
             self.activity = "clipping"
-            norm, max_norm = None, self.run.optimizer.max_norm
+            norm, max_norm = None, self.run.optimizer.grad_clip_norm
             if max_norm is not None or self.run.reliability.skip_bad_steps:
                 norm = clip_grad_norm_(self.model.parameters(), max_norm or math.inf, self.grid)
             self.activity = "the optimizer"
@@ -313,7 +313,7 @@ def micro_batch_rows(run: RunConfig, rows: int) -> int:
 
     With a lighthouse a micro-batch is not larger than it is when all replicas are running.
     """
-    if run.reliability.lighthouse is None:
+    if run.reliability.torchft_lighthouse is None:
         return rows // micro_batches(rows, run.batch.micro_batch_sequences)
     return min(rows, run.batch.micro_batch_sequences or -(-rows // run.grid.data))
 

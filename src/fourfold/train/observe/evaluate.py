@@ -23,7 +23,7 @@ class Evaluation(Callback):
             raise ValueError(
                 f"evaluation.sequences={self._sequences} does not divide over data*z = {grid.batch_ranks} ranks; use {near}"
             )
-        self._loader = Loader(open_data(run, "validation"), grid, self._sequences, read_ahead=0)
+        self._loader = Loader(open_data(run, "validation"), grid, self._sequences, prefetch_batches=0)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if trainer.is_done or (self._every is not None and result.step % self._every == 0):

@@ -195,7 +195,7 @@ def _run_config(about: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(shape.get(key), int)
     ]
     layout, optimizer, schedule = Layout(**about["layout"]), config["optimizer"], config["schedule"]
-    clipped = f", clipped to a norm of {optimizer['max_norm']:g}" if optimizer["max_norm"] else ""
+    clipped = f", clipped to a norm of {optimizer['grad_clip_norm']:g}" if optimizer["grad_clip_norm"] else ""
     return {
         "model": f"{about['name']} ({shape.get('model_type', 'unknown')}): {', '.join(sizes)}; "
         f"{about['parameters']:,} parameters, from {config['model']['pretrained'] or config['model']['config']}",

@@ -209,14 +209,14 @@ class TorchFTManager:
                 world_size=dist.get_world_size(),
                 store_addr=store_host,
                 store_port=store_port,
-                lighthouse_addr=section.lighthouse,
+                lighthouse_addr=section.torchft_lighthouse,
                 replica_id=str(section.replica),
                 hostname=host,
                 checkpoint_transport=peer_copy.PeerCopy(training, host, section.timeout_s),
             )
         except RuntimeError as error:
             raise RuntimeError(
-                f"no lighthouse answers at reliability.lighthouse={section.lighthouse}; start torchft_lighthouse there, as "
+                f"no lighthouse answers at reliability.torchft_lighthouse={section.torchft_lighthouse}; start torchft_lighthouse there, as "
                 f"docs/reliability.md says ({error})"
             ) from None
         self._manager.load_state_dict({"step": training.step, "batches_committed": 0})
@@ -293,7 +293,7 @@ def _import_torchft() -> Any:
         import torchft
     except ImportError as error:
         raise ValueError(
-            f"reliability.lighthouse needs torchft, which is not installed ({error}); pip install 'fourfold[torchft]', or leave "
+            f"reliability.torchft_lighthouse needs torchft, which is not installed ({error}); pip install 'fourfold[torchft]', or leave "
             "lighthouse out: then a lost rank ends the run, which is restarted from a checkpoint"
         ) from None
     # It logs a traceback for every replica that is lost; this module logs one line instead.
