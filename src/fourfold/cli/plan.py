@@ -42,9 +42,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--simulate",
         type=int,
-        default=20,
+        default=0,
         metavar="N",
-        help="simulate the best N layouts from their dry runs, which takes seconds each; 0 uses formulas alone (default: 20)",
+        help="also simulate the best N layouts over their dry runs, which takes seconds to a minute each (default: 0)",
     )
     add_engine(parser, "weights", unless="FSDP2 on GPUs, streamed on CPUs")
     add_engine(parser, "precision", unless="bf16 on GPUs, fp32 on CPUs")

@@ -34,7 +34,7 @@ def plan(
     *,
     sequences: int,
     length: int,
-    simulate: int = 20,
+    simulate: int = 0,
     weights: Literal["fsdp2", "streamed"] | None = None,
     precision: Literal["bf16", "fp32"] | None = None,
     optimizer: Optimizer = "adamw",

@@ -52,27 +52,17 @@ class Layout:
     def is_recomputed(self) -> bool:
         return self.activation_checkpointing == "full"
 
-    def _settings(self) -> list[tuple[str, str]]:
-        """The settings in addition to the grid that are not defaults, each in short and in words."""
-        how = ("T", "sequence-parallel") if self.keep_inputs else ("t", "sequence-parallel, regathered")
-        settings = [
-            (self.micro_batches > 1, (f"m{self.micro_batches}", f"{self.micro_batches} micro-batches")),
-            (self.by_tokens, how),
-            (self.is_recomputed, ("R", "recomputed")),
-            (self.keep_bytes > 0, ("K", f"{self.keep_bytes / 2**30:.1f} GiB kept")),
-        ]
-        return [words for is_set, words in settings if is_set]
-
-    @property
-    def short(self) -> str:
-        """For narrow tables: the grid, micro-batches, T for sequence-parallel, t if inputs come twice, R for recomputed, K for
-        kept weights."""
-        return " ".join([",".join(map(str, self.grid)), *(short for short, _ in self._settings())])
-
     @property
     def extras(self) -> str:
         """The settings in addition to the grid, in words; empty if all are defaults."""
-        return ", ".join(words for _, words in self._settings())
+        settings = {
+            f"{self.micro_batches} micro-batches": self.micro_batches > 1,
+            "sequence-parallel": self.by_tokens,
+            "re-gathered": self.by_tokens and not self.keep_inputs,
+            "recomputed": self.is_recomputed,
+            f"{self.keep_bytes / 2**30:.1f} GiB kept": self.keep_bytes > 0,
+        }
+        return ", ".join(words for words, is_set in settings.items() if is_set)
 
     def __str__(self) -> str:
         grid = f"(data={self.data}, z={self.z}, y={self.y}, x={self.x})"

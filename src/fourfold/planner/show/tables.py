@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,27 +17,28 @@ from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.search import Plan
 from fourfold.text_tables import as_text, table
 
-_WIDE = 170  # columns of a terminal from which on every figure has one
+# Each axis with the name that users of other software know it by.
+_GRID = ("data\nDP", "z\nFSDP", "y\nTP2", "x\nTP")
+TEXT = ("settings", "limited by")  # columns that are not numbers
+_WIDE = 120  # columns of a terminal that show what limits a step
 
 
 def show_plan(plan: Plan, cluster: Cluster, title: str, rows: int = 10, width: int = 150) -> str:
     """The fastest layouts, and why the others are not there."""
     shown = plan.ranked[:rows]
-    is_wide = width >= _WIDE
-    with_simulated = any(e.is_simulated for e in shown)
-    ranked = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings(plan, is_wide, with_simulated):
-        is_text = heading in ("layout", "layout (data, z, y, x)", "limited by")
-        ranked.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
-    for place, estimate in enumerate(shown, 1):
-        ranked.add_row(str(place), *row_of(estimate, plan, is_wide, with_simulated))
-    notes = []
-    if not is_wide:
-        notes.append(
-            "layout: data,z,y,x; m4: 4 micro-batches; T: sequence-parallel activations, t: with inputs gathered again; "
-            "R: activations recomputed; K: weights kept"
+    columns = headings(plan, with_simulated=any(e.is_simulated for e in shown))
+    columns = columns if width >= _WIDE else columns[:-1]
+    ranked = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in columns:
+        ranked.add_column(
+            heading,
+            justify="left" if heading in TEXT else "right",
+            no_wrap=heading not in TEXT,
+            vertical="top",
         )
-    notes.append(f"{len(plan.ranked)} of {plan.considered} layouts can run on {plan.ranks} ranks.")
+    for place, estimate in enumerate(shown, 1):
+        ranked.add_row(*row_of(place, estimate, columns))
+    notes = [f"{len(plan.ranked)} of {plan.considered} layouts can run on {plan.ranks} ranks."]
     for reason, count in Counter(_kind_of(r.reason) for r in plan.rejected).most_common(6):
         example = next(r for r in plan.rejected if _kind_of(r.reason) == reason)
         notes.append(f"  {count} cannot: {reason}. {example.layout}: {example.reason}")
@@ -45,29 +47,29 @@ def show_plan(plan: Plan, cluster: Cluster, title: str, rows: int = 10, width: i
     return as_text(width, f"{title}: predictions, no device has run this", ranked, *notes, *plan.notes)
 
 
-def headings(plan: Plan, is_wide: bool, with_simulated: bool) -> list[str]:
-    """Headings of the columns of `row_of`, after one for the rank."""
-    both = ["step", "by formula"] if with_simulated else ["step"]
-    if is_wide:
-        return ["", "layout (data, z, y, x)", *both, "tokens/s", "MFU", "HFU", "memory / limit", "exposed x, y, z, data",
-                "limited by"]  # fmt: skip
-    memory = f"GiB of {plan.memory_limit_bytes / 2**30:.0f}"
-    return ["", "layout", *both, "tokens/s", "MFU", memory, "exposed x,y,z,data", "limited by"]
+def headings(plan: Plan, *, with_simulated: bool) -> list[str]:
+    """Of the columns of a table of layouts."""
+    steps = ["step", "by\nformula"] if with_simulated else ["step"]
+    memory = f"GiB of\n{plan.memory_limit_bytes / 2**30:.0f}"
+    return ["", *_GRID, "settings", *steps, "tokens/s", "MFU", memory, "exposed\nx, y, z, data", "limited by"]
 
 
-def row_of(estimate: Estimate, plan: Plan, is_wide: bool = True, with_simulated: bool = False) -> list[str]:
+def row_of(place: int, estimate: Estimate, columns: Sequence[str]) -> list[str]:
     e = estimate
-    shares = [f"{e.exposed_s[axis] / e.step_s:.0%}" for axis in reversed(AXES)]
     steps = [seconds(e.step_s)]
-    if with_simulated:
+    if "by\nformula" in columns:
         steps = [seconds(e.step_s), seconds(e.formula_s)] if e.is_simulated and e.formula_s else ["", *steps]
-    held_gib, limit_gib = e.memory.total_bytes / 2**30, plan.memory_limit_bytes / 2**30
-    if not is_wide:
-        limited_by = e.limited_by.replace(" communication", " comm.")
-        return [e.layout.short, *steps, f"{e.tokens_per_s:,.0f}", percent(e.mfu), f"{held_gib:.1f}", ",".join(shares),
-                limited_by]  # fmt: skip
-    return [", ".join(filter(None, [str(e.layout.grid), e.layout.extras])), *steps, f"{e.tokens_per_s:,.0f}", percent(e.mfu), percent(e.hfu),
-            f"{held_gib:.1f} / {limit_gib:.1f} GiB", ", ".join(shares), e.limited_by]  # fmt: skip
+    shares = ", ".join(f"{e.exposed_s[axis] / e.step_s:.0%}" for axis in reversed(AXES))
+    held = f"{e.memory.total_bytes / 2**30:.1f}"
+    cells = [
+        str(place),
+        *map(str, e.layout.grid),
+        e.layout.extras,
+        *steps,
+        f"{e.tokens_per_s:,.0f}",
+        percent(e.mfu),
+    ]
+    return [*cells, held, shares, e.limited_by][: len(columns)]
 
 
 def explain(a: Estimate, b: Estimate) -> str:

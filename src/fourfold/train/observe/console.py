@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fourfold.mesh.axes import AXES
-from fourfold.planner.show.charts import nice_ticks
 from fourfold.train.loop.trainer import Trainer
 from fourfold.train.observe.metrics import MetricsLogger
 from fourfold.train.observe.run_metadata import describe_run
@@ -166,7 +165,7 @@ class _Screen:
 
     def __init__(self, console: Console, trainer: Trainer) -> None:
         self._console, self._steps = console, trainer.run.schedule.steps
-        self._every = max(1, round(nice_ticks(0, self._steps - trainer.step, _ROWS)[1]))
+        self._every = round(_round_up(max(1.0, (self._steps - trainer.step) / _ROWS)))
         self._rows: deque[dict[str, float]] = deque(maxlen=_ROWS)
         self._now: dict[str, float] = {"step": trainer.step}
         self._validation: dict[str, float] = {}
@@ -235,3 +234,14 @@ def _previous_grid(trainer: Trainer) -> str:
     return (
         f", which was saved on {math.prod(before)} ranks ({was}); this run has {math.prod(grid.shape)} {grid}"
     )
+
+
+def _round_up(value: float) -> float:
+    """The next round number.
+
+    Example:
+        >>> [_round_up(v) for v in (1.0, 3.2, 18.0, 2100.0)]
+        [1.0, 5.0, 20.0, 2500.0]
+    """
+    size = 10.0 ** math.floor(math.log10(value))
+    return next(f * size for f in (1, 2, 2.5, 5, 10) if f * size >= value)

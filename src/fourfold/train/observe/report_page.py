@@ -10,18 +10,7 @@ from statistics import median
 from typing import Any
 
 from fourfold.planner.inputs.layout import Layout
-from fourfold.planner.show.charts import (
-    COLOURS,
-    Curve,
-    bars,
-    curves,
-    document,
-    facts,
-    for_any_screen,
-    keys,
-    smooth,
-    tiles,
-)
+from fourfold.planner.show.charts import COLOURS, Curve, bars, curves, document, drawn, facts, smooth, tiles
 from fourfold.planner.show.compare import HEADINGS, Comparison, in_words
 from fourfold.planner.show.tables import seconds
 from fourfold.train.observe.console import duration
@@ -49,7 +38,7 @@ def page(
         f"<p class=note>{escape(_state(about, metrics))}</p>",
         tiles(_headline(about, metrics, times_s)),
         "<h2>Loss</h2>",
-        *_loss(metrics),
+        _loss(metrics),
         "<div class=pair>",
         *_small(metrics),
         "</div>",
@@ -100,43 +89,31 @@ def _points(metrics: Metrics, name: str) -> list[tuple[float, float]]:
     return [(line["step"], line[name]) for line in metrics if name in line]
 
 
-def _loss(metrics: Metrics) -> list[str]:
+def _loss(metrics: Metrics) -> str:
     losses, validation = _points(metrics, "loss"), _points(metrics, "validation_loss")
     shown = [
         Curve("this step", _BLUE, losses, is_faint=True),
         Curve("training", _BLUE, smooth(losses)),
         Curve("validation", _ORANGE, validation, has_dots=True),
     ]
-    named = {"training (smoothed; single steps faint)": _BLUE}
-    if validation:
-        named["validation"] = _ORANGE
-    return [
-        keys(named),
-        for_any_screen(
-            lambda width: curves(shown, lambda loss: f"{loss:.4g}", width=width, height=200 + width // 8)
-        ),
-    ]
+    return drawn("loss", curves([curve for curve in shown if curve.points], ".4~g", height=330))
 
 
 def _small(metrics: Metrics) -> list[str]:
     out = []
-    for heading, name, colour in (
-        ("Tokens per second", "tokens_per_s", _TEAL),
-        ("Learning rate", "learning_rate", _PURPLE),
-        ("Gradient norm", "gradient_norm", _BLUE),
-        ("Memory of rank 0, GiB", "memory_bytes", "#79706e"),
+    for heading, name, colour, form in (
+        ("Tokens per second", "tokens_per_s", _TEAL, ".4~s"),
+        ("Learning rate", "learning_rate", _PURPLE, ".3~g"),
+        ("Gradient norm", "gradient_norm", _BLUE, ".3~g"),
+        ("Memory of rank 0, GiB", "memory_bytes", "#79706e", ".3~g"),
     ):
         points = _points(metrics, name)
         if name == "memory_bytes":
             points = [(step, size / 2**30) for step, size in points]
         if points:
-            chart = curves([Curve(heading.lower(), colour, points)], _short, from_zero=True)
-            out.append(f"<div><h2>{heading}</h2>{chart}</div>")
+            chart = curves([Curve(heading.lower(), colour, points)], form, from_zero=True)
+            out.append(f"<div><h2>{heading}</h2>{drawn(name, chart)}</div>")
     return out
-
-
-def _short(value: float) -> str:
-    return amount(value) if value >= 1000 or value == 0 else f"{value:.3g}"
 
 
 def _times(about: Mapping[str, Any], times_s: Mapping[str, float]) -> list[str]:
@@ -144,8 +121,7 @@ def _times(about: Mapping[str, Any], times_s: Mapping[str, float]) -> list[str]:
     total_s = sum(parts.values())
     rows = "".join(f"<tr><td>{part}<td>{_span(s)}<td>{s / total_s:.1%}" for part, s in parts.items())
     out = [
-        keys({part: _PART_COLOURS[part] for part in parts}),
-        for_any_screen(lambda width: bars([("", parts)], _PART_COLOURS, _span, label=8, width=width)),
+        drawn("parts", bars([("all", parts)], _PART_COLOURS, _span)),
         f"<table class=parts><tr><th>part<th>time<th>share{rows}<tr><td>all<td>{_span(total_s)}<td>100%</table>",
     ]
     notes = ["Exposed is the time that rank 0 waited for an axis; compute is the rest of the steps."]
@@ -171,8 +147,7 @@ def _prediction(comparison: Comparison | str) -> list[str]:
     rows = [(name, {p: both[i] for p, both in parts.items()}) for i, name in enumerate(HEADINGS[1:3])]
     cells = "".join("<tr><td>" + "<td>".join(row) for row in comparison.rows())
     return [
-        keys({part: _PART_COLOURS[part] for part in parts}),
-        for_any_screen(lambda width: bars(rows, _PART_COLOURS, seconds, label=90, width=width)),
+        drawn("prediction", bars(rows, _PART_COLOURS, seconds)),
         f"<table class=parts><tr><th>{'<th>'.join(HEADINGS)}{cells}</table>",
         f"<p>{escape(in_words(comparison))}</p>",
         f"<p class=note>Means of the middle half of rank 0's steps since the last start; the prediction is a simulation of the dry run of "
