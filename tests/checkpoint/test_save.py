@@ -276,7 +276,7 @@ def test_a_checkpoint_is_never_overwritten(pool: RankPool, tmp_path: Path) -> No
 
 
 def test_the_newest_checkpoints_are_kept(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(save_steps, 2, str(tmp_path), (1, 2, 1, 1), 4, keep=2)
+    pool.run(save_steps, 2, str(tmp_path), (1, 2, 1, 1), 4, keep_last=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-4"]
 
 
