@@ -153,18 +153,22 @@ def measure(part: str, config: LlamaConfig, sequences: int, length: int, rounds:
             step()
     result: dict[str, Any] = {}
     if hosts > 1:
-
-        def compute() -> None:
-            with silent():
-                ways["ours"]()
-
-        flights = record(ways["ours"], grid)
-        compute_s = statistics.median(timed(compute) for _ in range(3))
-        first_mbit = sent_bytes(flights, grid) * 8 * ranks / hosts / compute_s / 1e6
-        result["mbit"] = balance(compute_s, replay(flights, grid), first_mbit)
-        result["alone_s"] = compute_s
+        result["mbit"] = balance_links(ways["ours"], grid, hosts)
     times = interleaved(ways, rounds)
     return {**result, "times": {name: t.seconds for name, t in times.items()}}
+
+
+def balance_links(step: Callable[[], None], grid: Grid, hosts: int) -> float:
+    """Set the rate of the links, in Mbit/s, at which the communication of a step takes as long as its computation."""
+
+    def compute() -> None:
+        with silent():
+            step()
+
+    flights = record(step, grid)
+    compute_s = statistics.median(timed(compute) for _ in range(3))
+    first_mbit = sent_bytes(flights, grid) * 8 * dist.get_world_size() / hosts / compute_s / 1e6
+    return balance(compute_s, replay(flights, grid), first_mbit)
 
 
 def show(part: str, result: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Run a benchmark and keep what it printed, for the page of what is checked (docs/site/results.py).
+"""Run a benchmark and keep its standard output, for the page of what is checked (docs/site/results.py).
 
 A record is a file of benchmarks/results, named by the command: here parity-ranks-8.json.
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     start_s = time.perf_counter()
     lines = []
     command = [sys.executable, "-u", "-m", f"benchmarks.{words[0]}", *words[1:]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)

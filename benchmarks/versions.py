@@ -1,6 +1,6 @@
 """Is this version slower than another one? Steps of both, in turns.
 
-The ranks of both versions stay alive, and take a step each in every round, so that what the machine does besides hits both
+The ranks of both versions stay alive, and take a step each in every round, so that what else the machine does affects both
 alike. The other version is a checkout with its own environment in `.ci/venv`; its own `benchmarks.engine` builds its step.
 A step takes as long as its slowest rank. CPU time is that of all ranks together.
 
@@ -41,7 +41,8 @@ class Work:
 
     @property
     def words(self) -> list[str]:
-        return [self.part, *(str(n) for n in (self.hidden, self.layers, self.sequences, self.length))]
+        sizes = (self.hosts, self.hidden, self.layers, self.sequences, self.length)
+        return [self.part, *(str(size) for size in sizes)]
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _started(work: Work, versions: dict[Path, tuple[Path, Path]]) -> Iterator[No
             agent.wait(STOP_S)
 
 
-def serve(path: str, part: str, hidden: int, layers: int, sequences: int, length: int) -> None:
+def serve(path: str, part: str, hosts: int, hidden: int, layers: int, sequences: int, length: int) -> None:
     """A rank: build the step of the version that is imported, and take one whenever asked."""
     engine: Any = importlib.import_module("benchmarks.engine")
     world, options = int(os.environ["WORLD_SIZE"]), {"c": {"weights": "fsdp2"}, "d": {"weights": "streamed"}}
@@ -185,29 +186,16 @@ def serve(path: str, part: str, hidden: int, layers: int, sequences: int, length
         lines = end.makefile("rw")
         for line in lines:
             start_s = time.process_time()
-            answer = _balance(engine, step, grid) if line.strip() == "balance" else step()
-            print(time.process_time() - start_s if answer is None else answer, file=lines, flush=True)
+            mbit = engine.balance_links(step, grid, hosts) if line.strip() == "balance" else step()
+            print(time.process_time() - start_s if mbit is None else mbit, file=lines, flush=True)
     engine.end_rank()
-
-
-def _balance(engine: Any, step: Any, grid: Any) -> float:
-    """Set the rate of the links at which the communication of a step takes as long as its computation."""
-
-    def compute() -> None:
-        with engine.silent():
-            step()
-
-    flights = engine.record(step, grid)
-    compute_s = statistics.median(engine.timed(compute) for _ in range(3))
-    first_mbit = engine.sent_bytes(flights, grid) * 8 * int(os.environ["WORLD_SIZE"]) / 2 / compute_s / 1e6
-    return float(engine.balance(compute_s, engine.replay(flights, grid), first_mbit))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("path")
     parser.add_argument("part")
-    parser.add_argument("sizes", type=int, nargs=4)
+    parser.add_argument("sizes", type=int, nargs=5)
     options = parser.parse_args(arguments)
     serve(options.path, options.part, *options.sizes)
 

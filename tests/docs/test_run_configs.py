@@ -14,7 +14,12 @@ from tests.documented import ROOT, check
 
 CONFIGS = sorted((ROOT / "examples").glob("*.toml"))
 # Dry runs that take a minute.
-NIGHTLY = ("long-context-8b-32-gpus", "pretrain-70b-256-gpus", "pretrain-405b-16384-gpus")
+NIGHTLY = (
+    "pretrain-8b-8-gpus",
+    "long-context-8b-32-gpus",
+    "pretrain-70b-256-gpus",
+    "pretrain-405b-16384-gpus",
+)
 
 
 def load(path: Path) -> RunConfig:

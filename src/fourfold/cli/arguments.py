@@ -48,6 +48,6 @@ def add_engine(parser: argparse.ArgumentParser, *names: str, unless: str = "") -
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=positive,
         help="number of ranks on this machine, with grid.auto (default: the number of GPUs)",
     )

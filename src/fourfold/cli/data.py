@@ -69,8 +69,8 @@ def _add_prepare(actions: Any) -> None:
 
 
 def _add_info(actions: Any) -> None:
-    about = "show the contents of a prepared folder"
-    parser = actions.add_parser("info", help=about, description=f"{about.capitalize()}, and check it.")
+    about = "Show the contents of a prepared folder: documents, tokens and the tokenizer."
+    parser = actions.add_parser("info", help="show the contents of a prepared folder", description=about)
     parser.add_argument("folder", type=Path, help="the folder that `fourfold data prepare` wrote")
     parser.add_argument(
         "--verify", action="store_true", help="read every byte and compare it with the recorded hashes"
@@ -79,7 +79,7 @@ def _add_info(actions: Any) -> None:
         "--show", type=int, default=0, metavar="N", help="print the text of the first N samples"
     )
     parser.add_argument(
-        "--seq-len", type=int, default=128, help="tokens per sample, with --show (default: 128)"
+        "--seq-len", type=positive, default=128, help="tokens per sample, with --show (default: 128)"
     )
     parser.set_defaults(run=info)
 

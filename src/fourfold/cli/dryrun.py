@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--seq-len", type=positive, required=True, help="tokens per sequence")
     parser.add_argument(
-        "--micro-batches", type=int, default=1, help="number of micro-batches per step (default: 1)"
+        "--micro-batches", type=positive, default=1, help="number of micro-batches per step (default: 1)"
     )
     add_engine(parser, *EngineSection.model_fields)
     parser.add_argument(

@@ -20,7 +20,7 @@ def test_a_block_moves_what_its_operators_move(shape, model):
     compare(shape, model, "replicated")
 
 
-@pytest.mark.parametrize("model", ["llama", "starcoder2"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("starcoder2", marks=pytest.mark.nightly)])
 def test_a_block_cut_by_its_tokens_moves_its_share(model):
     compare((1, 1, 2, 2), model, "sequence-parallel")
 
