@@ -58,7 +58,7 @@ def test_a_family_is_exact_or_refused(pool, name, status):
     assert families.check(pool, families.find_family(name)).status == status
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=nightly)])
 @pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
 @pytest.mark.parametrize(
     "shape",

@@ -92,6 +92,7 @@ def test_the_page_shows_the_custom_loop_as_it_is() -> None:
     assert CUSTOM_LOOP.read_text() in [b.text for b in blocks("docs/tutorials/own-loop.md")]
 
 
+@pytest.mark.nightly
 def test_the_comparison_of_plans_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples/compare_plans.py"))
     printed = capsys.readouterr().out
