@@ -95,7 +95,7 @@ def build_page(text: str, folder: Path) -> Path:
 
 def test_a_page_with_right_references_builds(tmp_path: Path) -> None:
     right = "[a](axes.md#the-grid) \n\n[a](../README.md#quick-start)"
-    assert "fourfold export" in (build_page(right, tmp_path) / "index.html").read_text()
+    assert "fourfold export" in text_of(build_page(right, tmp_path) / "index.html")
 
 
 @pytest.mark.parametrize(
