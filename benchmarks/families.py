@@ -60,6 +60,9 @@ NOT_TEXT = {
 }
 
 
+CANNOT_BUILD = "transformers cannot build it"
+
+
 @dataclass(frozen=True)
 class Outcome:
     status: str
@@ -79,7 +82,7 @@ def check_rank(
     try:
         stock = tiny_model(family)
     except ModuleNotFoundError as error:  # a release without the code of a family that it lists
-        return Outcome("refused", f"transformers cannot build it: {error}")
+        return Outcome("refused", f"{CANNOT_BUILD}: {error}")
     batch = tiny_batch(stock)
     expected = tiny_loss(stock, batch)
     expected.backward()
@@ -199,7 +202,10 @@ def main(arguments: list[str] | None = None) -> int:
                 by_tokens[family.name] = check(pool, family, "sequence-parallel")
                 line += f"; by tokens {by_tokens[family.name].status}{by_tokens[family.name].figure}"
             elif (
-                set(family.plan_styles) <= PLAIN_STYLES and family.plan_styles and family.name not in NOT_TEXT
+                set(family.plan_styles) <= PLAIN_STYLES
+                and family.plan_styles
+                and family.name not in NOT_TEXT
+                and not outcome.detail.startswith(CANNOT_BUILD)
             ):
                 short.append(family.name)
             print(line, flush=True)
