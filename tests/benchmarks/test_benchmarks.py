@@ -58,6 +58,16 @@ def test_a_family_is_exact_or_refused(pool, name, status):
     assert families.check(pool, families.find_family(name)).status == status
 
 
+def test_a_family_without_its_code_is_missing_and_not_refused(monkeypatch):
+    def tiny_model(family):
+        raise ModuleNotFoundError("No module named 'transformers.models.llama.modeling_llama'")
+
+    monkeypatch.setattr(families, "tiny_model", tiny_model)
+    outcome = families.check_rank("llama", (1, 1, 1, 1))
+    assert (outcome.status, "modeling_llama" in outcome.detail) == ("missing", True)
+    assert families.summarise({"llama": outcome})["missing"] == {"llama"}
+
+
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=nightly)])
 @pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
 @pytest.mark.parametrize(
