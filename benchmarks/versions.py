@@ -186,8 +186,12 @@ def serve(path: str, part: str, hosts: int, hidden: int, layers: int, sequences:
         lines = end.makefile("rw")
         for line in lines:
             start_s = time.process_time()
-            mbit = engine.balance_links(step, grid, hosts) if line.strip() == "balance" else step()
-            print(time.process_time() - start_s if mbit is None else mbit, file=lines, flush=True)
+            if line.strip() == "balance":
+                answer = engine.balance_links(step, grid, hosts)
+            else:
+                step()
+                answer = time.process_time() - start_s
+            print(answer, file=lines, flush=True)
     engine.end_rank()
 
 

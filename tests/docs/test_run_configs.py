@@ -13,7 +13,7 @@ from fourfold.planner.search import RESERVE, memory_limit_bytes
 from tests.documented import ROOT, check
 
 CONFIGS = sorted((ROOT / "examples").glob("*.toml"))
-# Dry runs that take a minute.
+# Dry runs that take half a minute or longer.
 NIGHTLY = (
     "pretrain-8b-8-gpus",
     "long-context-8b-32-gpus",
