@@ -18,8 +18,9 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src src
 # torch is named again, so that pip keeps the build of the base image.
 RUN pip install --no-cache-dir ".[${EXTRAS}]" torch==2.13.0
-RUN useradd --create-home fourfold
+# /data is where `fourfold launch kubernetes --claim` mounts a volume.
+RUN useradd --create-home fourfold && install --directory --owner fourfold /data
 USER fourfold
-WORKDIR /home/fourfold
+WORKDIR /data
 ENTRYPOINT ["fourfold"]
 CMD ["--help"]
