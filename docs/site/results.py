@@ -41,7 +41,14 @@ CHECKS = {
         ),
         Check("with both", "parity --ranks 8 --weights fsdp2 --activations replicated", PARITY),
         Check("the same on some grids", "parity --ranks 8 --quick", PARITY, "nightly"),
-        Check("five grids of 16 ranks", "parity --ranks 16", PARITY),
+        Check("five grids of 16 ranks", "parity --ranks 16 --weights streamed", PARITY),
+        Check("with FSDP2", "parity --ranks 16 --weights fsdp2", PARITY),
+        Check(
+            "with replicated activations",
+            "parity --ranks 16 --weights streamed --activations replicated",
+            PARITY,
+        ),
+        Check("with both", "parity --ranks 16 --weights fsdp2 --activations replicated", PARITY),
         Check("the check can fail", "parity --ranks 8 --quick --break norm", "exit code 1", exit_code=1),
         Check(
             "every model family is exact, or rejected by name",
@@ -174,7 +181,8 @@ last table says otherwise.
 
 def models_page() -> str:
     record = json.loads((FOLDER / "families.json").read_text())
-    rows = [row for line in record["output"] if (row := _row(line))]
+    listed = [row for line in record["output"] if (row := _row(line))]
+    rows = [row for row in listed if row["outcome"] != "missing"]
     if record["exit_code"] or any(row["outcome"] == "failed" for row in rows):
         raise ValueError(
             "the recorded run of benchmarks.families failed, and the page would say that it did not"
@@ -222,6 +230,8 @@ def models_page() -> str:
         said, _, alone = row["detail"].partition(" [z and data: ")
         alone = alone.removesuffix("]").replace("refused, ", "rejected: ")
         lines.append(f"| {row['family']} | {_code(said.partition('; ')[0])} | {_code(alone)} |")
+    if missing := [row["family"] for row in listed if row["outcome"] == "missing"]:
+        lines += ["", f"transformers lists these, and does not contain their code: {', '.join(missing)}."]
     lines += [
         "",
         f"Recorded on {record['date']} at {record['commit']}, with torch {record['versions']['torch']}.",
@@ -231,7 +241,7 @@ def models_page() -> str:
 
 def _row(line: str) -> dict[str, str]:
     """A line of the output, such as "llama   verified 1.2e-06; by tokens verified 1.3e-06"."""
-    found = re.match(r"(\S+)\s+(verified|refused|failed)[: ]+(.*)", line)
+    found = re.match(r"(\S+)\s+(verified|refused|failed|missing)[: ]+(.*)", line)
     if not found:
         return {}
     detail, _, by_tokens = found[3].partition("; by tokens ")
