@@ -54,7 +54,8 @@ class StreamedWeights:
         self._overlap, self._half_batches = overlap, half_batches
         self._weights = shard_parameters(model, grid, blocks, dtype, overlap.bundle_bytes)
         self._by_holder = {holder: w for w in self._weights for holder in w.holders}
-        self._small = [w for w in self._weights if w.is_small and not w.is_alias]
+        self._streamed = [w for w in self._weights if not w.is_alias]
+        self._small = [w for w in self._streamed if w.is_small]
         self._small_is_gathered = False
         self._small_pending: Pending | None = None
         self._small_buffer: Tensor | None = None
@@ -402,7 +403,7 @@ class StreamedWeights:
             self._small_pending.wait()
             self._small_pending = self._small_buffer = None
         self._small_is_gathered = False
-        for weight in self._weights:
+        for weight in self._streamed:
             weight.release()
 
 

@@ -48,6 +48,7 @@ class StreamedWeight:
         self.on_gradient: Callable[[StreamedWeight], None]
         # The axes over which its gradient is summed; known when it is read.
         self.sum_over: tuple[Axis, ...] | None = None
+        self._read_with: tuple[Axis, ...] | None = None
         self.pending: Pending | None = None
         # Since it was gathered: the number of half-batches that its module has computed, and whether other modules read it.
         self.passes = 0
@@ -70,13 +71,15 @@ class StreamedWeight:
 
     def set_sum_over(self, axes: tuple[Axis, ...]) -> None:
         """Set the axes over which the gradient is summed."""
+        if axes == self._read_with:
+            return
         found = tuple(axis for axis in AXES if axis in axes and self._collectives.size(axis) > 1)
         if self.sum_over is not None and found != self.sum_over:
             raise UnsupportedError(
                 f"{self.name} is used twice, with gradients to be summed over {self.sum_over} and over {found}; untie it, or "
                 "use weights='fsdp2'"
             )
-        self.sum_over = found
+        self.sum_over, self._read_with = found, axes
 
     # -- the block's memory -------------------------------------------------------------------------------------------
 
@@ -129,12 +132,13 @@ class StreamedWeight:
 
     def block(self) -> Tensor:
         """The tensor that forward reads: a leaf, whose gradient `on_gradient` handles."""
+        parameter = self.parameter
         if self.is_alias:
-            shard = self.shard
-            if self._block is None or _memory_of(self._block) != _memory_of(shard):
-                self._block, self._hooked = shard, False
+            local = cast(DTensor, parameter)._local_tensor
+            if self._block is None or _memory_of(self._block) != _memory_of(local):
+                self._block, self._hooked = local.detach(), False
         assert self._block is not None
-        requires_grad = self.parameter.requires_grad
+        requires_grad = parameter.requires_grad
         if self._block.requires_grad != requires_grad:
             self._block.requires_grad_(requires_grad)
         if requires_grad and not self._hooked:
