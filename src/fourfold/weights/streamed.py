@@ -74,6 +74,7 @@ class StreamedWeights:
         self._summing: deque[_Gradient] = deque()
         self._scattering: deque[_Gradient] = deque()
         self._reducing: list[_Gradient] = []
+        self._complete: list[tuple[StreamedWeight, Tensor]] = []  # of which no other rank has a part
         self._last_block = -2
         limit_bytes = overlap.in_flight_bytes
         self._limit_bytes = 2 * largest_block_bytes(self._weights) if limit_bytes is None else limit_bytes
@@ -107,7 +108,8 @@ class StreamedWeights:
                 self._need(weight)
                 # No hook gathers a weight in backward for a reader outside its module, so it has to stay gathered.
                 weight.is_read_elsewhere |= not by_sibling and not self._entered[module]
-        weight.set_sum_over(axes)
+        if axes != weight.read_with:
+            weight.set_sum_over(axes)
         return weight.block()
 
     # -- gathering, ahead of use, in the recorded order -------------------------------------------------------------
@@ -271,6 +273,9 @@ class StreamedWeights:
             weight.release()
         if gradient is None:
             return
+        if self._grid.z == self._grid.data == 1 and not weight.sum_over:
+            self._complete.append((weight, gradient))
+            return
         if weight.is_small:
             # All small ones together, at the end of backward.
             self._reducing.append(_Gradient(weight, gradient))
@@ -352,8 +357,9 @@ class StreamedWeights:
         self._reducing += self._scattering
         for item in self._reducing:
             item.pending.wait()
-            for weight, shard_gradient in item.parts():
-                weight.set_gradient(shard_gradient)
+            self._complete += item.parts()
+        for weight, shard_gradient in self._complete:
+            weight.set_gradient(shard_gradient)
         if self._this_forward_length:
             self._order, self._forward_length = self._this_order, self._this_forward_length
         self._reset()
@@ -394,6 +400,7 @@ class StreamedWeights:
         self._summing.clear()
         self._scattering.clear()
         self._reducing.clear()
+        self._complete.clear()
         self._in_backward = self._in_forward = False
         self._position, self._last_block = 0, -2
         self._this_order, self._this_forward_length = [], 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +48,13 @@ class StreamedWeight:
         self.on_gradient: Callable[[StreamedWeight], None]
         # The axes over which its gradient is summed; known when it is read.
         self.sum_over: tuple[Axis, ...] | None = None
-        self._read_with: tuple[Axis, ...] | None = None
+        self.read_with: tuple[Axis, ...] | None = None
         self.pending: Pending | None = None
         # Since it was gathered: the number of half-batches that its module has computed, and whether other modules read it.
         self.passes = 0
         self.is_read_elsewhere = False
         self._block: Tensor | None = None
+        self._local: Tensor | None = None  # the parameter's own tensor, if the block is an alias of it
         self._flat: Tensor | None = None
         self._hooked = False
         self._gathered = False
@@ -71,15 +72,13 @@ class StreamedWeight:
 
     def set_sum_over(self, axes: tuple[Axis, ...]) -> None:
         """Set the axes over which the gradient is summed."""
-        if axes == self._read_with:
-            return
         found = tuple(axis for axis in AXES if axis in axes and self._collectives.size(axis) > 1)
         if self.sum_over is not None and found != self.sum_over:
             raise UnsupportedError(
                 f"{self.name} is used twice, with gradients to be summed over {self.sum_over} and over {found}; untie it, or "
                 "use weights='fsdp2'"
             )
-        self.sum_over, self._read_with = found, axes
+        self.sum_over, self.read_with = found, axes
 
     # -- the block's memory -------------------------------------------------------------------------------------------
 
@@ -135,8 +134,8 @@ class StreamedWeight:
         parameter = self.parameter
         if self.is_alias:
             local = cast(DTensor, parameter)._local_tensor
-            if self._block is None or _memory_of(self._block) != _memory_of(local):
-                self._block, self._hooked = local.detach(), False
+            if local is not self._local:  # the first read, or the parameter has other memory since
+                self._local, self._block, self._hooked = local, local.detach(), False
         assert self._block is not None
         requires_grad = parameter.requires_grad
         if self._block.requires_grad != requires_grad:
@@ -156,7 +155,8 @@ class StreamedWeight:
         if gradient is None:  # nothing of this backward depends on it
             gradient = self._accumulated
         else:
-            gradient = gradient.float()
+            if gradient.dtype != torch.float32:
+                gradient = gradient.float()
             if self._accumulated is not None:
                 gradient = self._accumulated.add_(gradient)
         self._accumulated = gradient if keep else None
@@ -172,11 +172,6 @@ class StreamedWeight:
             return
         # The constructor does not check the placements, as `from_local` would in every step.
         parameter.grad = DTensor(local, parameter._spec, requires_grad=False)
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    """The identity of its storage; a fake tensor has a storage, but no address."""
-    return tensor.untyped_storage()._cdata
 
 
 def shard_parameters(
