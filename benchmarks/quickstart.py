@@ -45,6 +45,7 @@ def shell(block: str, folder: Path) -> subprocess.CompletedProcess[str]:
     clean["PATH"] = os.pathsep.join(
         p for p in clean["PATH"].split(os.pathsep) if p != str(Path(sys.executable).parent)
     )
+    clean["PIP_QUIET"] = "1"  # where it found its packages is not a result
     return subprocess.run(
         ["bash", "-e", "-c", block], cwd=folder, env=clean, text=True, capture_output=True, check=False
     )

@@ -38,13 +38,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("options", nargs=argparse.REMAINDER, help="its options")
     options = parser.parse_args(arguments)
     words = [options.benchmark, *options.options]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=FOLDER.parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    git = ["git", "-C", str(FOLDER)]
+    commit = subprocess.check_output([*git, "describe", "--always"], text=True).strip()
+    # Other records may have changed: they are not what runs.
+    if subprocess.call([*git, "diff", "--quiet", "HEAD", "--", ":/", ":(exclude,top)benchmarks/results"]):
+        commit += "-dirty"
     start_s = time.perf_counter()
     lines = []
     command = [sys.executable, "-u", "-m", f"benchmarks.{words[0]}", *words[1:]]
