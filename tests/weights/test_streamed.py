@@ -1,6 +1,7 @@
 """Streamed weights: the results of one process and the storage of FSDP2, for various models."""
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,23 @@ def inference_mode_first() -> None:
 
 def test_inference_mode_before_training(pool: RankPool) -> None:
     pool.run(inference_mode_first, 2)
+
+
+def other_memory() -> None:
+    """A parameter on one rank, whose block is its own memory: other memory of the same tensor is read, and trained."""
+    pair = Pair(build("llama", tie_word_embeddings=False), Grid.create((1, 1, 1, 1)))
+    pair.loss().backward()
+    pair.model.zero_grad()
+    parameter: Any = pair.model.lm_head._parameters["weight"]
+    parameter._local_tensor.data = torch.zeros_like(parameter._local_tensor)
+    loss = pair.loss()
+    assert loss.item() == pytest.approx(math.log(pair.vocabulary))  # logits of zero
+    loss.backward()
+    assert parameter.grad._local_tensor.abs().max() > 0
+
+
+def test_a_parameter_with_other_memory_is_read_from_there(pool: RankPool) -> None:
+    pool.run(other_memory, 1)
 
 
 def another_graph(pair: Pair, way: str) -> None:

@@ -74,7 +74,7 @@ class StreamedWeights:
         self._summing: deque[_Gradient] = deque()
         self._scattering: deque[_Gradient] = deque()
         self._reducing: list[_Gradient] = []
-        self._complete: list[tuple[StreamedWeight, Tensor]] = []  # of which no other rank has a part
+        self._complete: list[tuple[StreamedWeight, Tensor]] = []  # this rank's rows, summed over all ranks
         self._last_block = -2
         limit_bytes = overlap.in_flight_bytes
         self._limit_bytes = 2 * largest_block_bytes(self._weights) if limit_bytes is None else limit_bytes
@@ -273,7 +273,7 @@ class StreamedWeights:
             weight.release()
         if gradient is None:
             return
-        if self._grid.z == self._grid.data == 1 and not weight.sum_over:
+        if self._grid.z == self._grid.data == 1 and not weight.sum_over:  # no other rank has a part
             self._complete.append((weight, gradient))
             return
         if weight.is_small:

@@ -46,15 +46,15 @@ class StreamedWeight:
         self.is_alias = grid.z == 1 and dtype == torch.float32
         # Called when the gradient of a backward is complete.
         self.on_gradient: Callable[[StreamedWeight], None]
-        # The axes over which its gradient is summed; known when it is read.
-        self.sum_over: tuple[Axis, ...] | None = None
+        # The axes over which its gradient is summed, known when it is read: all that were given, and those with several ranks.
         self.read_with: tuple[Axis, ...] | None = None
+        self.sum_over: tuple[Axis, ...] | None = None
         self.pending: Pending | None = None
         # Since it was gathered: the number of half-batches that its module has computed, and whether other modules read it.
         self.passes = 0
         self.is_read_elsewhere = False
         self._block: Tensor | None = None
-        self._local: Tensor | None = None  # the parameter's own tensor, if the block is an alias of it
+        self._memory: int | None = None  # the storage that the block is an alias of
         self._flat: Tensor | None = None
         self._hooked = False
         self._gathered = False
@@ -134,8 +134,9 @@ class StreamedWeight:
         parameter = self.parameter
         if self.is_alias:
             local = cast(DTensor, parameter)._local_tensor
-            if local is not self._local:  # the first read, or the parameter has other memory since
-                self._local, self._block, self._hooked = local, local.detach(), False
+            memory = local.untyped_storage()._cdata  # a fake tensor has a storage, but no address
+            if memory != self._memory:  # the first read, or the parameter has other memory since
+                self._memory, self._block, self._hooked = memory, local.detach(), False
         assert self._block is not None
         requires_grad = parameter.requires_grad
         if self._block.requires_grad != requires_grad:
