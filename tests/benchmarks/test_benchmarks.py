@@ -59,13 +59,19 @@ def test_a_family_is_exact_or_refused(pool, name, status):
 
 
 def test_a_family_without_its_code_is_missing_and_not_refused(monkeypatch):
-    def tiny_model(family):
-        raise ModuleNotFoundError("No module named 'transformers.models.llama.modeling_llama'")
+    def without(module):
+        def tiny_model(family):
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
-    monkeypatch.setattr(families, "tiny_model", tiny_model)
+        monkeypatch.setattr(families, "tiny_model", tiny_model)
+
+    without("transformers.models.llama.modeling_llama")
     outcome = families.check_rank("llama", (1, 1, 1, 1))
     assert (outcome.status, "modeling_llama" in outcome.detail) == ("missing", True)
     assert families.summarise({"llama": outcome})["missing"] == {"llama"}
+    without("sentencepiece")
+    with pytest.raises(ModuleNotFoundError):
+        families.check_rank("llama", (1, 1, 1, 1))
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=nightly)])
