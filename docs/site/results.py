@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.record import FOLDER, file_of
@@ -26,29 +27,25 @@ class Check:
 
 
 PARITY = "all grids; loss 1e-5, gradients and weights 1e-4"
+
+
+def _parity(ranks: int, claim: str) -> Iterator[Check]:
+    """A claim with both kinds of weights and of activations."""
+    both = f"parity --ranks {ranks} --weights"
+    yield Check(claim, f"{both} streamed", PARITY)
+    yield Check("with FSDP2", f"{both} fsdp2", PARITY)
+    yield Check("with replicated activations", f"{both} streamed --activations replicated", PARITY)
+    yield Check("with both", f"{both} fsdp2 --activations replicated", PARITY)
+
+
 CHECKS = {
     "Exactness": (
-        Check(
+        *_parity(
+            8,
             "every grid of 8 ranks gives the loss, gradients and weights of one process, for five kinds of model",
-            "parity --ranks 8 --weights streamed",
-            PARITY,
         ),
-        Check("with FSDP2", "parity --ranks 8 --weights fsdp2", PARITY),
-        Check(
-            "with replicated activations",
-            "parity --ranks 8 --weights streamed --activations replicated",
-            PARITY,
-        ),
-        Check("with both", "parity --ranks 8 --weights fsdp2 --activations replicated", PARITY),
         Check("the same on some grids", "parity --ranks 8 --quick", PARITY, "nightly"),
-        Check("five grids of 16 ranks", "parity --ranks 16 --weights streamed", PARITY),
-        Check("with FSDP2", "parity --ranks 16 --weights fsdp2", PARITY),
-        Check(
-            "with replicated activations",
-            "parity --ranks 16 --weights streamed --activations replicated",
-            PARITY,
-        ),
-        Check("with both", "parity --ranks 16 --weights fsdp2 --activations replicated", PARITY),
+        *_parity(16, "five grids of 16 ranks"),
         Check("the check can fail", "parity --ranks 8 --quick --break norm", "exit code 1", exit_code=1),
         Check(
             "every model family is exact, or rejected by name",
