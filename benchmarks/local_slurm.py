@@ -1,4 +1,7 @@
-"""A real Slurm of two nodes on this machine: a controller, two node daemons and munge, in a separate folder."""
+"""A real Slurm of two nodes on this machine: a controller, two node daemons and munge, in a separate folder.
+
+A node has four GPUs that no device stands behind: jobs can ask for them, and their ranks run on the CPU.
+"""
 
 import os
 import secrets
@@ -13,6 +16,7 @@ from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel")
 NODES = ("n0", "n1")
+GPUS_PER_NODE = 4
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
 
@@ -94,6 +98,9 @@ def slurm(folder: Path) -> Iterator[Daemons]:
     key.chmod(0o600)
     config = folder / "slurm.conf"
     config.write_text(_config(folder))
+    for number in range(GPUS_PER_NODE):
+        (folder / f"gpu{number}").touch()  # Slurm wants a device's file
+    (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-{GPUS_PER_NODE - 1}]\n")
     before = os.environ.get("SLURM_CONF")
     os.environ["SLURM_CONF"] = str(config)
     daemons = Daemons(folder)
@@ -136,7 +143,9 @@ def _config(folder: Path) -> str:
         "SlurmdPidFile": f"{folder}/slurmd-%n.pid",
         "ProctrackType": "proctrack/linuxproc",
         "TaskPlugin": "task/none",
-        "SelectType": "select/linear",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_CPU",
+        "GresTypes": "gpu",
         "SchedulerParameters": "sched_interval=1,bf_interval=1",
         "MpiDefault": "none",
         "KillWait": 20,
@@ -151,7 +160,8 @@ def _config(folder: Path) -> str:
         [
             *(f"{name}={value}" for name, value in settings.items()),
             *(
-                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
+                f"CPUs={os.cpu_count()} Gres=gpu:{GPUS_PER_NODE}"
                 for node, port in zip(NODES, ports[1:], strict=True)
             ),
             f"PartitionName=main Nodes={','.join(NODES)} Default=YES PriorityTier=1 GraceTime=60",

@@ -1,4 +1,4 @@
-"""Train a small Llama on every rank that torchrun started."""
+"""Train a small Llama."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Train a small Llama in one process."""
+"""Train a small Llama."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -9,7 +9,7 @@ import numpy as np
 
 from fourfold.data.manifest import DatasetManifest
 from fourfold.data.shards import ShardWriter, token_dtype
-from fourfold.data.tokenizer import TokenizerInfo
+from fourfold.data.tokenizer import TokenizerInfo, train_tokenizer
 
 Documents = Sequence[Sequence[int]]
 
@@ -44,6 +44,24 @@ def corpus(count: int = 40) -> list[str]:
 def as_jsonl(texts: Sequence[str], path: Path) -> Path:
     path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
     return path
+
+
+def small_pretrained(folder: Path, texts: Sequence[str]) -> None:
+    """A small Llama with random weights, and a tokenizer of these texts, as `save_pretrained` writes them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = train_tokenizer(texts, 512)
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -119,7 +119,7 @@ class Run:
         file = traced_run.write(
             folder,
             sequences=SEQUENCES,
-            grid={"auto": True, "cluster": str(machines)},
+            grid={"cluster": str(machines)},
             schedule={"steps": steps},
             checkpoints={"every_steps": 5},
             reliability={"timeout_s": TIMEOUT_S},

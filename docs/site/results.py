@@ -111,7 +111,20 @@ CHECKS = {
         Check("layouts per second, and six known cases", "search", "5,000 layouts per second"),
     ),
     "Runs": (
-        Check("the quick start, from an empty environment", "quickstart", "600 s", "nightly", "quickstart:"),
+        Check(
+            "every path of the README, from an empty environment",
+            "first_hour",
+            "5 of 5; the quick start in 240 s",
+            "nightly",
+            "first hour:",
+        ),
+        Check(
+            "answers of the planner",
+            "plan_latency",
+            "10 s; 60 s with --simulate 5",
+            "nightly",
+            "plan latency:",
+        ),
         Check(
             "no saved step is lost, no wrong byte loaded, no hang silent ([Fault tolerance](../reliability.md))",
             "faults",

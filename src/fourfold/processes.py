@@ -13,8 +13,12 @@ MAX_RESTARTS = 5
 
 
 def is_rank() -> bool:
-    """Was this process started by torchrun, or as a task of srun? An sbatch script alone has no step."""
-    return "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+    """Was this process started by torchrun, or as one of several tasks of srun?
+
+    An sbatch script alone has no step. A shell of `srun --pty` is a step of one task, in which a person starts commands.
+    """
+    is_task = "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1"
+    return "RANK" in os.environ or is_task
 
 
 def stop_with_agent() -> None:

@@ -84,6 +84,30 @@ def word(value: Any) -> str:
     return value
 
 
+def find_model_config(where: str | Path) -> Path:
+    """The config.json of a model: the file itself, one in a folder, or that of a hub id."""
+    path = Path(where)
+    if path.is_file():
+        return path
+    if (path / "config.json").is_file():
+        return path / "config.json"
+    if path.exists() or path.suffix == ".json" or path.is_absolute() or str(where).startswith("."):
+        raise ValueError(f"there is no config.json at {where}; give its path, a folder with one, or a hub id")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(str(where), "config.json"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{where} is neither a folder with a config.json nor a hub id that can be reached; for a gated model set HF_TOKEN "
+            f"({_first_line(error)})"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def load_model_config(where: str | Path) -> Any:
     """The Hugging Face configuration of a file, a folder or a hub id. Code that comes with it is never run."""
     from transformers import AutoConfig

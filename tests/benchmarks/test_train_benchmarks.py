@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks import learn, quickstart, throughput
+from benchmarks import first_hour, learn, throughput
 
 pytestmark = pytest.mark.nightly
 
@@ -25,8 +25,8 @@ def test_curves_that_part_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_quick_start_word_by_word(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the environment of the tests; `python -m benchmarks.quickstart` makes one of its own."""
-    assert quickstart.main(["--here"]) == 0
+    """In the environment of the tests; `python -m benchmarks.first_hour` makes one of its own."""
+    assert first_hour.main(["--here", "--only", "quick start", "fine-tune"]) == 0
     said = capsys.readouterr().out
     assert "README.md" in said  # the model card
     assert "tokenizer.json" in said

@@ -1,6 +1,7 @@
 """Exit codes of commands: the agent restarts ranks after an error of the machine, not after an error of the user."""
 
 import errno
+import resource
 from importlib.metadata import version
 
 import pytest
@@ -9,7 +10,7 @@ from fourfold.checkpoint.save import SaveError
 from fourfold.cli.main import exit_code_of, main
 from fourfold.processes import REFUSED
 from fourfold.train.recovery.rollback import RollbackFailed
-from tests.documented import site
+from tests.documented import check, site
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,44 @@ def test_every_command_and_option_has_a_help_text() -> None:
         assert parser.description, name
         missing = [action.option_strings or action.dest for action in parser._actions if not action.help]
         assert not missing, f"{name}: {missing}"
+
+
+def test_every_command_has_an_example_that_it_accepts() -> None:
+    reference = site("reference")
+    for name, parser in reference.leaves(reference.parser_of_fourfold(), "fourfold"):
+        words, _, example = str(parser.epilog).partition(": ")
+        assert words == "Example", name
+        assert name in example.replace("torchrun --nproc-per-node 8 -m ", ""), example
+        check(example)
+        # A line of a terminal: argparse would break a longer one in two.
+        assert len(parser.epilog) < 110, name
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_can_complete_commands(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--print-completion", shell])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("doctor", "plan", "--simulate"))
+
+
+def test_the_doctor_says_what_a_run_would_use(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "hsn0")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        f"fourfold {version('fourfold')}",
+        "torch 2.13",
+        "NCCL_SOCKET_IFNAME=hsn0",
+        "collectives by Gloo",
+    ):
+        assert words in said
+    assert "mend: a process may open 1024 files" in said
+    assert "ulimit -n 4096" in said
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ import re
 import pytest
 
 from fourfold.cli.main import main
+from fourfold.config.describe import pretraining, starting_file
+from fourfold.config.run_file import load_run
 
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
@@ -127,7 +129,66 @@ def test_keeping_inputs_is_considered_or_given(config, tmp_path, words, expected
 
 def test_missing_options_are_listed(capsys):
     assert main(["plan", "--cluster", "dgx-h100", "--seq-len", "8"]) == 2
-    assert "needs config.json, --gpus, --global-batch-size" in capsys.readouterr().err
+    assert "needs a model (or --size), --gpus, --global-batch-size" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run_config(config, tmp_path):
+    chosen = {
+        "model.config": str(config),
+        "data.sources": [{"path": "text"}],
+        **pretraining("8b"),
+        "evaluation.sequences": 512,
+    }
+    path = tmp_path / "run.toml"
+    path.write_text(starting_file("A run.", chosen))
+    return path
+
+
+def test_a_size_needs_no_model_and_no_batch(capsys):
+    assert main(["plan", "--size", "70b", "--cluster", "dgx-h100", "--gpus", "256"]) == 0
+    assert "Llama 70B (70.6B) on 256 devices of dgx-h100, 1024 x 8192 tokens" in capsys.readouterr().out
+    assert main(["plan", "--size", "7b", "--cluster", "dgx-h100", "--gpus", "256"]) == 2
+    assert "no size '7b'; use one of 1m" in capsys.readouterr().err
+
+
+def test_the_fastest_layout_is_written_into_a_run_config(run_config, capsys):
+    """The plan is that of the run's own model, batch and engine; what else the file says stays."""
+    before = load_run(run_config)
+    words = ["plan", str(run_config), "--cluster", "dgx-h100", "--gpus", "256"]
+    assert main([*words, "--set", "engine.activation_checkpointing=none", "--rows", "1"]) == 0
+    assert "recomputed" not in capsys.readouterr().out
+    assert main([*words, "--write", str(run_config)]) == 0
+    said = capsys.readouterr().out
+    written = re.search(r"wrote the layout \(data=(\d+), z=(\d+), y=(\d+), x=(\d+)\)", said)
+    run = load_run(run_config)
+    assert run.shape == tuple(int(size) for size in written.groups())
+    assert run.grid.size == 256
+    assert run.engine.activation_checkpointing == "full"
+    sections = {"grid", "batch", "engine"}
+    assert run.model_dump(exclude=sections) == before.model_dump(exclude=sections)
+    assert main(words) == 0  # a layout in the file does not restrict the next plan
+    assert capsys.readouterr().out.splitlines()[0] == said.splitlines()[0]
+
+
+def test_a_plan_for_another_batch_is_not_written(config, run_config, capsys):
+    before = run_config.read_text()
+    assert plan(config, "--write", str(run_config)) == 2
+    assert "has a batch of 512 x 8192 tokens, and the plan is for 128 x 8192" in capsys.readouterr().err
+    assert run_config.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "config.json", "--size", "8b"], "are two models"),
+        (["plan", "--size", "8b", "--set", "grid.z=2"], "--set changes a run config"),
+        (["plan", "./nowhere", "--cluster", "dgx-h100"], "there is no config.json at ./nowhere"),
+    ],
+)
+def test_a_model_that_is_not_clear_is_rejected(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_names_its_memory(config, capsys):

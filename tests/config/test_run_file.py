@@ -8,7 +8,8 @@ import pytest
 from pydantic import BaseModel
 
 from fourfold.config import run_file
-from fourfold.config.describe import SIZES, reference, starting_file
+from fourfold.config.describe import SIZES, fine_tuning, pretraining, reference, starting_file
+from fourfold.config.edit import with_fields
 from fourfold.config.run_file import ConfigError
 from fourfold.config.schema import RunConfig, ScheduleSection
 from fourfold.train.loop.optimizers import learning_rate_factor
@@ -78,7 +79,8 @@ def test_a_minimal_file_is_valid():
             "schedule.decay_steps=5",
             r"decay_steps=5 is for kind='wsd', and this is kind='cosine'; set it to 0",
         ),
-        ("grid.auto=true", r"needs cluster"),
+        ("grid.auto=true", r"\[grid\] has no field 'auto'"),
+        ("optimizer.lr=none", r"optimizer\.lr \(it is 'none'\)"),
         ("model.pretrained=llama", r"either config .* or pretrained"),
         (
             "data.sources=[{path='a', wieght=2}]",
@@ -128,12 +130,63 @@ def test_every_field_has_a_description():
 
 @pytest.mark.parametrize("size", list(SIZES))
 def test_a_starting_file_is_valid_and_has_every_field(size):
-    text = starting_file(size, model="model/config.json", data="text")
+    chosen = {"model.config": "model/config.json", "data.sources": [{"path": "text"}], **pretraining(size)}
+    text = starting_file("A run.", chosen)
     run = run_file.from_dict(tomllib.loads(text))
+    assert run.grid.auto
     assert run.optimizer.lr == SIZES[size].lr
     for section in sections(RunConfig):
         for name in section.model_fields:
             assert name in text
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+def test_fine_tuning_goes_once_through_the_text(size):
+    chosen = fine_tuning(size, positions=2048, train_tokens=10_000_000)
+    text = starting_file("A run.", {"model.pretrained": "m", "data.sources": [{"path": "t"}], **chosen})
+    run = run_file.from_dict(tomllib.loads(text))
+    assert run.data.sequence_length == 2048
+    assert 0 <= 10_000_000 - run.schedule.steps * run.batch.tokens < run.batch.tokens
+    assert run.optimizer.lr <= SIZES[size].lr / 5
+
+
+def test_a_grid_without_sizes_is_chosen():
+    assert changed().grid.auto
+    assert changed("grid=auto").grid.auto
+    assert changed("grid.cluster=dgx-h100").grid.auto
+    for axis in ("data", "z", "y", "x"):
+        assert not changed(f"grid.{axis}=1").grid.auto
+    chosen = changed().grid.model_copy(update={"z": 1})
+    assert not chosen.auto
+
+
+def test_none_empties_a_field_that_can_be_empty():
+    run = changed("optimizer.grad_clip_norm=none", "checkpoints.every_steps=none")
+    assert (run.optimizer.grad_clip_norm, run.checkpoints.every_steps) == (None, None)
+    assert changed("engine.activation_checkpointing=none").engine.activation_checkpointing == "none"
+
+
+def test_fields_are_changed_in_place():
+    chosen = {"model.config": "c", "data.sources": [{"path": "t"}], **pretraining("8b")}
+    text = starting_file("A run.", chosen)
+    changes = {"grid": {"data": 2, "z": 4, "y": 1, "x": 8}, "engine": {"activation_checkpointing": "none"}}
+    edited = with_fields(text, changes)
+    run = run_file.from_dict(tomllib.loads(edited))
+    assert (run.shape, run.engine.activation_checkpointing) == ((2, 4, 1, 8), "none")
+    before, after = text.splitlines(), edited.splitlines()
+    assert len(before) == len(after)
+    assert sum(a != b for a, b in zip(before, after, strict=True)) == 5
+    assert with_fields("seed = 1\n", {"grid": {"z": 2}}) == "seed = 1\n\n[grid]\nz = 2\n"
+
+
+@pytest.mark.parametrize("text", ["grid = {z = 1}\n", "grid.z = 1\n", "[grid]\nx = 1\n[grid.more]\nz = 2\n"])
+def test_a_file_that_cannot_be_edited_stays_as_it_is(text):
+    """Rather an error than a file that says something else; the last one can be edited."""
+    if "more" in text:
+        assert tomllib.loads(with_fields(text, {"grid": {"z": 4}}))["grid"]["z"] == 4
+        return
+    with pytest.raises(ConfigError, match="section"):
+        with_fields(text, {"grid": {"z": 4}})
 
 
 def test_learning_rate_schedules():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import quickstart
+from benchmarks import first_hour
 from benchmarks.ranks import RankPool
 from fourfold.cli.main import main as fourfold
 from fourfold.config.describe import sized_model_config
@@ -34,6 +34,8 @@ ELSEWHERE = {
     "fourfold drill run.toml": "tests/drill/test_drill.py::test_all_scenarios_of_a_drill_succeed",
     "fourfold drill run.toml --fault kill:at=optimizer,rank=1,step=4": "tests/drill/test_drill.py::test_a_drill_detects_a_run_that_does_not_resume_exactly",
     "fourfold drill run.toml --compare": "tests/drill/test_drill.py::test_a_run_on_a_cluster_is_compared_by_its_checkpoints",
+    "fourfold plan run.toml --cluster dgx-h100 --gpus 256 --write run.toml": "tests/cli/test_plan.py::test_the_fastest_layout_is_written_into_a_run_config",
+    "fourfold dryrun run.toml": "tests/dry_run/test_run.py::test_the_command_takes_a_run_config",
     "fourfold plan --cluster my-cluster.toml --compare-to run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
     "fourfold plan --cluster cluster.toml --compare-to run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
 }
@@ -46,8 +48,17 @@ EXAMPLES = {
 CLUSTER = ("torchrun", "srun", "fourfold launch", "python -m benchmarks.", "python -m fourfold.launch.agent")
 # These are the cluster's own, and only it can parse them.
 OF_CLUSTERS = ("kubectl", "sbatch", "scancel", "squeue", "torchft_lighthouse")
-# Commands of other programs: `benchmarks.quickstart` installs as the pages say, and the others need a network or a person.
-OF_OTHERS = (". ", "docker build", "hf download", "pip install", "python3 -m venv", "tail -f", "tensorboard")
+# Commands of other programs: `benchmarks.first_hour` installs as the pages say, and the others need a network or a person.
+OF_OTHERS = (
+    ". ",
+    "docker build",
+    "eval ",
+    "hf download",
+    "pip install",
+    "python3 -m venv",
+    "tail -f",
+    "tensorboard",
+)
 LANGUAGES = ("bash", "python", "toml", "text", "json", "yaml", "pycon", "diff", "")
 SMALL_RUN = (
     "model.config=small.json",
@@ -71,9 +82,12 @@ WITH_CODE = [page for page in PAGES if blocks(page)]
 _done: set[str] = set()
 
 
-def is_quick_start(block: Code) -> bool:
-    """`benchmarks.quickstart` takes it from the README, and runs it from an empty environment."""
-    return block.page == "README.md" and block.text in quickstart.commands((ROOT / "README.md").read_text())
+def is_path_of_readme(block: Code) -> bool:
+    """`benchmarks.first_hour` takes it from the README, and runs it from an empty environment."""
+    readme = (ROOT / "README.md").read_text()
+    return block.page == "README.md" and any(
+        block.text in first_hour.commands(readme, heading) for heading in first_hour.PATHS.values()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +98,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Many short documents, so that the usual part of them for validation is not empty.
     words = [text[i : i + 200] for text in prepared.corpus() for i in range(0, len(text), 200)]
     prepared.as_jsonl(words[:1500], folder / "text/part.jsonl")
+    (folder / "documents.jsonl").symlink_to(folder / "text/part.jsonl")
+    prepared.small_pretrained(folder / "my-model", words)
     (folder / "config.json").write_text(json.dumps(sized_model_config("8b", 32_000)))
     small = sized_model_config("10m", 8192) | {
         "hidden_size": 32,
@@ -130,12 +146,14 @@ def run(command: str, block: Code, folder: Path, pool: RankPool, trained: int) -
     needs_cluster = command.startswith(CLUSTER) if is_ours else command.split()[0] in OF_CLUSTERS
     if block.page.startswith("docs/tutorials/") and command.startswith("fourfold launch slurm "):
         command = _as_training(command, folder)
-    elif is_quick_start(block) or command in ELSEWHERE or needs_cluster or command.startswith(OF_OTHERS):
+    elif is_path_of_readme(block) or command in ELSEWHERE or needs_cluster or command.startswith(OF_OTHERS):
         return trained
     assert command.startswith("fourfold "), (
         f"{block.page}:{block.line}: {command}\nnobody runs this; give it to a test, and name it in ELSEWHERE"
     )
     words = [*shlex.split(command)[1:], *SMALLER.get(shlex.split(command)[1], [])]
+    if "tune.toml" in words and "model.config=small.json" in words:  # its pretrained model is small
+        del words[(at := words.index("model.config=small.json")) - 1 : at + 1]
     if words[0] in ALIKE:
         alike = str(sorted((k, str(v)) for k, v in vars(parse(fourfold, words)).items()))
         if alike in _done:
@@ -148,9 +166,13 @@ def run(command: str, block: Code, folder: Path, pool: RankPool, trained: int) -
     words += ["--set", f"schedule.steps={trained + 1}"]
     with chdir(folder):
         options = parse(fourfold, words)
-        ranks = load_run(options.file, options.set).grid.size
+        config = load_run(options.file, options.set)
+    ranks = config.grid.size
     assert pool.run(run_on_rank, ranks, str(folder), words) == [0] * ranks
-    metrics = [json.loads(line) for line in (folder / "logs/metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line)
+        for line in (folder / config.logging.folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in metrics] == list(range(1, trained + 2)), (
         f"{block.page}:{block.line}: {command}"
     )

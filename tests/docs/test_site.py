@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fourfold as ff
-from benchmarks.quickstart import commands
+from benchmarks.first_hour import commands
 from fourfold.config.schema import RunConfig
 from tests.documented import ROOT, site
 

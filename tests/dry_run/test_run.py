@@ -1,6 +1,7 @@
 """The dry run equals the real run: the same collectives, the same memory, the same errors, at any size."""
 
 import json
+import math
 from collections import Counter
 
 import pytest
@@ -55,8 +56,8 @@ def test_dry_run_equals_the_real_run(pool, shape, weights, precision, activation
         pytest.param("full", "sequence-parallel", "fsdp2", marks=pytest.mark.nightly),
     ],
 )
-def test_expanded_trace_equals_the_trace_of_every_block(weights, checkpointing, activations):
-    def run(every_block: bool):
+def test_expanded_trace_equals_the_trace_of_trace_all(weights, checkpointing, activations):
+    def run(trace_all: bool):
         return dryrun(
             config(num_hidden_layers=7),
             (2, 2, 2, 2),
@@ -66,15 +67,62 @@ def test_expanded_trace_equals_the_trace_of_every_block(weights, checkpointing, 
             activations=activations,
             activation_checkpointing=checkpointing,
             target="cpu",
-            every_block=every_block,
+            trace_all=trace_all,
         )
 
     whole, expanded = run(True), run(False)
     assert whole.blocks_traced is None
-    assert expanded.blocks_traced == (4, 7)
+    assert expanded.blocks_traced == (3, 7)
     assert expanded.trace.events == list(whole.trace.events)
     assert expanded.peak == whole.peak
     assert expanded.trace.before == whole.trace.before
+
+
+@pytest.mark.parametrize(
+    ("weights", "checkpointing", "target"),
+    [
+        ("fsdp2", "full", "cuda"),
+        ("streamed", "none", "cpu"),
+        pytest.param("streamed", "full", "cuda", marks=pytest.mark.nightly),
+        pytest.param("fsdp2", "none", "cpu", marks=pytest.mark.nightly),
+    ],
+)
+def test_repeated_micro_batches_equal_those_that_are_traced_one_by_one(weights, checkpointing, target):
+    def run(trace_all: bool):
+        return dryrun(
+            config(num_hidden_layers=2),
+            (2, 2, 1, 2),
+            sequences=24,
+            length=32,
+            micro_batches=6,
+            weights=weights,
+            activation_checkpointing=checkpointing,
+            target=target,
+            trace_all=trace_all,
+        )
+
+    whole, repeated = run(True), run(False)
+    assert (whole.left_out, repeated.left_out) == (0, 3)
+    assert list(repeated.trace.events) == list(whole.trace.events)
+    assert list(repeated.trace.changes) == list(whole.trace.changes)
+    assert repeated.peak == whole.peak
+    assert repeated.trace.before == whole.trace.before
+
+
+def test_operators_by_which_dtensor_infers_shapes_are_not_recorded():
+    """They run once, on whole fake tensors: two shallow copies of the model would differ by them."""
+    run = dryrun(
+        config(num_hidden_layers=8),
+        (1, 2, 1, 2),
+        sequences=4,
+        length=32,
+        micro_batches=2,
+        weights="fsdp2",
+        activations="sequence-parallel",
+    )
+    assert run.blocks_traced == (3, 8)
+    casts = [o.shape for o in run.operations if o.name == "aten._to_copy.default" and o.phase == "backward"]
+    assert max(map(math.prod, casts)) <= 64 * 128 // 2  # half of the largest weight
 
 
 @pytest.mark.nightly
@@ -83,10 +131,10 @@ def test_blocks_of_two_kinds_in_turns_are_traced_by_the_pair():
     sizes = config(num_hidden_layers=12).to_dict()
     mixed = Qwen2Config(**{**sizes, "layer_types": kinds, "use_sliding_window": True, "sliding_window": 8})
     runs = [
-        dryrun(mixed, (1, 2, 1, 2), sequences=4, length=32, every_block=every_block)
-        for every_block in (True, False)
+        dryrun(mixed, (1, 2, 1, 2), sequences=4, length=32, trace_all=trace_all)
+        for trace_all in (True, False)
     ]
-    assert runs[1].blocks_traced == (8, 12)
+    assert runs[1].blocks_traced == (6, 12)
     assert runs[1].trace.events == list(runs[0].trace.events)
     assert runs[1].peak == runs[0].peak
 
@@ -133,6 +181,37 @@ def test_the_command_shows_the_role_of_each_module(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "model.layers.*.self_attn.q_proj" in said
     assert "this rank stores" in said
+
+
+def test_the_command_takes_a_run_config(tmp_path, capsys):
+    """Its grid, batch and engine; a layout is chosen if it sets none; options replace what it says."""
+    config(num_hidden_layers=2).save_pretrained(tmp_path)
+    file, out = tmp_path / "run.toml", tmp_path / "out.json"
+    file.write_text(
+        f"model = {{config = '{tmp_path}'}}\ndata = {{sources = [{{path = 't'}}], sequence_length = 16}}\nbatch = {{tokens = 256}}\n"
+        "evaluation = {sequences = 4}\n"
+    )
+    assert main(["dryrun", str(file)]) == 2
+    assert "sets no grid; give the number of ranks with --gpus" in capsys.readouterr().err
+    grids = {}
+    for words in (["--gpus", "4"], ["--set", "grid.x=2"], ["--grid", "2,1,1,2"]):
+        assert main(["dryrun", str(file), *words, "--json", str(out)]) == 0
+        grids[words[1]] = tuple(json.loads(out.read_text())["grid"].values())
+    assert grids == {"4": (1, 4, 1, 1), "grid.x=2": (1, 1, 1, 2), "2,1,1,2": (2, 1, 1, 2)}
+    words = [
+        "--set",
+        "grid.x=2",
+        "--set",
+        "batch.micro_batch_sequences=4",
+        "--activation-checkpointing",
+        "full",
+    ]
+    assert main(["dryrun", str(file), *words, "--json", str(out)]) == 0
+    events = json.loads(out.read_text())["events"]
+    lookups = [e for e in events if e["event"] == "operation" and "embedding.default" in e["name"]]
+    assert len(lookups) == 4  # 16 sequences, 4 at a time
+    assert any(e["phase"] == "recompute" for e in events)
+    assert main(["dryrun", str(tmp_path), "--gpus", "4"]) == 2
 
 
 def test_the_command_says_what_was_decided_and_what_has_no_effect(tmp_path, capsys):

@@ -81,7 +81,7 @@ def test_a_run_with_an_error_of_the_user_is_not_restarted(tmp_path: Path) -> Non
         "--no-python",
     ]
     ended = subprocess.run([*command, "sh", "-c", f"echo x >> {tmp_path}/starts; exit 2"], timeout=60)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert (tmp_path / "starts").read_text() == "x\n"
 
 

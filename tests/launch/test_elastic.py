@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("run")
     (folder / "cluster.toml").write_text(to_toml(preset("dgx-h100")))
     values: dict[str, Any] = write_run(folder)
-    return from_dict(values | {"grid": {"auto": True, "cluster": str(folder / "cluster.toml")}})
+    return from_dict(values | {"grid": {"cluster": str(folder / "cluster.toml")}})
 
 
 def test_ranks_that_no_layout_can_use_are_left_out(run: RunConfig) -> None:

@@ -15,12 +15,18 @@ from benchmarks.ranks import RankError, RankPool
 from benchmarks.run_toml import to_toml
 from fourfold import Grid
 from fourfold.cli.main import main
+from fourfold.config.describe import SIZES
 from fourfold.config.run_file import from_dict, load_run
 from fourfold.config.schema import CHOSEN_ALONG, RunConfig
 from fourfold.launch.local import check, local_ranks
 from fourfold.planner.inputs.layout import Layout
 from fourfold.processes import CONTINUE
-from fourfold.train.auto_layout import choose_layout, with_layout
+from fourfold.train.auto_layout import (
+    choose_layout,
+    resume_or_choose_layout,
+    with_layout,
+    without_layout,
+)
 from fourfold.train.loop.trainer import Trainer, micro_batches
 from fourfold.train.observe.run_metadata import run_metadata
 from fourfold.train.run import resolve_layout, train
@@ -57,7 +63,7 @@ def test_a_model_with_a_small_vocabulary_is_rejected(values: dict[str, Any], tmp
         ValueError, match="has a vocabulary of 100 tokens, the data of 131; set vocab_size to 131"
     ):
         check(on(values | {"model": {"config": str(tmp_path)}}, (1, 1, 1, 1)))
-    with pytest.raises(ValueError, match=r"model.config: there is no .*missing.json"):
+    with pytest.raises(ValueError, match=r"model.config: there is no config.json at .*missing.json"):
         check(on(values | {"model": {"config": str(tmp_path / "missing.json")}}, (1, 1, 1, 1)))
 
 
@@ -65,8 +71,9 @@ def test_the_number_of_ranks_follows_the_grid_or_the_option(values: dict[str, An
     assert local_ranks(on(values, (1, 2, 2, 2)), None) == 8
     with pytest.raises(ValueError, match=r"--ranks 4 does not fit the grid data.z.y.x = 8"):
         local_ranks(on(values, (1, 2, 2, 2)), 4)
-    automatic = from_dict(values | {"grid": {"auto": True, "cluster": "dgx-h100"}})
-    assert local_ranks(automatic, 4) == 4
+    for chosen in ({"cluster": "dgx-h100"}, {}, "auto"):
+        automatic = from_dict(values | {"grid": chosen})
+        assert (local_ranks(automatic, 4), local_ranks(automatic, None)) == (4, 1)
 
 
 def test_one_rank_cannot_be_restarted(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
@@ -77,7 +84,7 @@ def test_one_rank_cannot_be_restarted(values: dict[str, Any], tmp_path: Path, ca
 
 
 def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
-    run = from_dict(values | {"grid": {"auto": True, "cluster": "dgx-h100"}})
+    run = from_dict(values | {"grid": {"cluster": "dgx-h100"}})
     chosen = choose_layout(run, 8, simulate=0, quiet=True)
     assert chosen.grid.size == 8
     assert not chosen.grid.auto
@@ -85,7 +92,7 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
     given = from_dict(
         values
         | {
-            "grid": {"auto": True, "cluster": "dgx-h100"},
+            "grid": {"cluster": "dgx-h100"},
             "batch": {"tokens": 2 * values["data"]["sequence_length"]},
             "engine": {"activations": "sequence-parallel", "keep_inputs": False},
         }
@@ -96,7 +103,7 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
     given = from_dict(
         values
         | {
-            "grid": {"auto": True, "cluster": "dgx-h100"},
+            "grid": {"cluster": "dgx-h100"},
             "batch": {"tokens": 8 * values["data"]["sequence_length"], "micro_batch_sequences": 1},
             "engine": {"keep_weights_bytes": 4096},
         }
@@ -106,6 +113,29 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
         assert (small.batch.micro_batch_sequences, small.engine.keep_weights_bytes) == (1, 4096)
     with pytest.raises(ValueError, match="no layout of 131072 ranks can train this model on dgx-h100"):
         choose_layout(run, 131072, simulate=0, quiet=True)
+
+
+def test_without_a_cluster_all_ranks_are_on_z(values: dict[str, Any]) -> None:
+    chosen = choose_layout(from_dict(values), 4)
+    assert (chosen.shape, chosen.grid.auto) == ((1, 4, 1, 1), False)
+    assert chosen.batch.micro_batch_sequences == 2
+    check(chosen)
+    long = on(values, (1, 1, 1, 1), data={"sequence_length": 4096}, batch={"tokens": 2**18})
+    long = choose_layout(without_layout(long), 4)
+    assert long.batch.micro_batch_sequences == 2  # 16 sequences of a rank, at most 8192 tokens at a time
+    with pytest.raises(ValueError, match=r"are 8 sequences, which do not divide over 3 ranks; use 144"):
+        choose_layout(from_dict(values), 3)
+
+
+def test_idle_ranks_are_for_restarts(values: dict[str, Any], tmp_path: Path) -> None:
+    """A number of samples that does not divide is an error at first, and no reason to stop a run that has begun."""
+    folder = {"checkpoints": {"folder": str(tmp_path)}}
+    assert resume_or_choose_layout(from_dict(values | folder), 6).grid.size == 4
+    run = from_dict(values | folder | {"evaluation": {"sequences": 2}})
+    with pytest.raises(
+        ValueError, match=r"evaluation.sequences=2 does not divide over data.z = 4 ranks; use 4"
+    ):
+        resume_or_choose_layout(run, 4)
 
 
 def layout_of(run: RunConfig) -> dict[str, Any]:
@@ -140,7 +170,7 @@ def test_an_error_of_the_planner_reaches_all_ranks(
 ) -> None:
     """Also one that is not a ValueError, since the other ranks wait for rank 0: the cluster file is a folder."""
     (tmp_path / "cluster.toml").mkdir()
-    run = from_dict(values | {"grid": {"auto": True, "cluster": str(tmp_path / "cluster.toml")}})
+    run = from_dict(values | {"grid": {"cluster": str(tmp_path / "cluster.toml")}})
     first, other = pool.run(rejection_of, 2, run)
     assert first == other
     assert "Is a directory" in first
@@ -151,15 +181,63 @@ def test_init_writes_a_valid_run_config(values: dict[str, Any], tmp_path: Path, 
     assert main(["init", str(file), "--size", "10m", "--data", data]) == 0
     assert main(["config", str(file), "--set", "optimizer.lr=0.5"]) == 0
     shown = json.loads(capsys.readouterr().out.split("\n", 1)[1])
-    assert not CHOSEN_ALONG & load_run(file).engine.model_fields_set  # or `grid.auto` could not choose them
+    assert (
+        not CHOSEN_ALONG & load_run(file).engine.model_fields_set
+    )  # or they could not be chosen with the grid
     assert shown["optimizer"]["lr"] == 0.5
     assert json.loads((tmp_path / "run" / "config.json").read_text())["vocab_size"] == 131
+    run = load_run(file)
+    assert run.grid.auto
+    assert run.checkpoints.folder == str(tmp_path / "run" / "checkpoints")
     assert main(["init", str(file), "--data", data]) == 2  # never overwritten
     assert main(["init", str(tmp_path / "other.toml"), "--size", "7b", "--data", data]) == 2
     assert main(["init", str(tmp_path / "other.toml"), "--data", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     for words in ("exists already", "no size '7b'; use one of 1m", "is not a prepared data set"):
         assert words in said
+
+
+def test_init_takes_a_pretrained_model_or_an_architecture(
+    values: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    data, model = values["data"]["sources"][0]["path"], values["model"]["pretrained"]
+    file = tmp_path / "tune.toml"
+    assert main(["init", str(file), "--pretrained", model, "--data", data]) == 0
+    said = capsys.readouterr()
+    assert "warning: the tokenizer" in said.err
+    run = load_run(file)
+    assert (run.model.pretrained, run.model.config) == (Path(model), None)
+    positions = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
+    assert run.data.sequence_length == min(positions, 4096)
+    assert (run.optimizer.lr, run.optimizer.weight_decay, run.schedule.steps) == (2e-5, 0.0, 1)
+    file = tmp_path / "new.toml"
+    assert main(["init", str(file), "--config", model, "--data", data]) == 0
+    run = load_run(file)
+    assert (run.model.pretrained, run.model.config) == (None, Path(model))
+    assert run.optimizer.lr == SIZES["1m"].lr
+
+
+@pytest.mark.parametrize("option", ["--pretrained", "--config"])
+def test_init_rejects_a_model_that_cannot_be_trained(
+    option: str, values: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    data, config = (
+        values["data"]["sources"][0]["path"],
+        json.loads((Path(values["model"]["pretrained"]) / "config.json").read_text()),
+    )
+    bare, small = tmp_path / "bare", tmp_path / "small"
+    for folder, changes in ((bare, {}), (small, {"vocab_size": 100})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config | changes))
+    run = tmp_path / "run.toml"
+    assert main(["init", str(run), option, str(tmp_path / "nowhere"), "--data", data]) == 2
+    assert "there is no config.json at" in capsys.readouterr().err
+    assert main(["init", str(run), option, str(small), "--data", data]) == 2
+    assert "has a vocabulary of 100 tokens, the data of 131" in capsys.readouterr().err
+    assert main(["init", str(run), option, str(bare), "--data", data]) == (
+        2 if option == "--pretrained" else 0
+    )
+    assert ("no safetensors" in capsys.readouterr().err) == (option == "--pretrained")
 
 
 @pytest.mark.nightly

@@ -190,9 +190,9 @@ def test_a_dry_run_writes_and_submits_nothing(run, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--nodes", "4", "--gpus-per-node", "4"], ["8 ranks", "16", "--nodes 2", "grid.data=4"]),
+        (["--nodes", "4", "--gpus-per-node", "4"], ["8 ranks", "16", "--nodes 2", "grid.z="]),
         (["--nodes", "3"], ["8 ranks", "3 nodes", "1, 2, 4, 8"]),
-        (["--nodes", "4", "--set", "grid.auto=true", "--set", "grid.cluster=x"], ["--gpus-per-node"]),
+        (["--nodes", "4", "--set", "grid=auto"], ["sets no grid", "--gpus-per-node"]),
         (["--nodes", "2", "--gpus-per-node", "2", "--ranks-per-node", "4"], ["4 ranks", "has 2"]),
         (["--nodes", "4", "--set", "checkpoints.resume=false"], ["checkpoints.resume"]),
         (["--nodes", "4", "--set", "grid.dat=2"], ["'data'"]),
@@ -210,9 +210,12 @@ def test_an_invalid_job_is_rejected_before_it_is_submitted(run, capsys, options,
     assert [word for word in words if word not in said.err] == [], said.err
 
 
-def test_a_planned_grid_uses_the_ranks_of_the_job(run, capsys):
-    auto = ["--set", "grid.auto=true", "--set", "grid.cluster=x", "--ranks-per-node", "3"]
-    assert main(["launch", "slurm", str(run), "--nodes", "5", *auto, "--print"]) == 0
-    script = capsys.readouterr().out
-    assert "export ranks_per_node=3" in script
-    assert "gpus-per-node" not in script.partition("\n\n")[0]
+def test_a_grid_that_is_not_set_uses_the_ranks_of_the_job(run, capsys):
+    launch = ["launch", "slurm", str(run), "--set", "grid=auto", "--print"]
+    assert main([*launch, "--nodes", "2", "--ranks-per-node", "4"]) == 0
+    said = capsys.readouterr()
+    assert "export ranks_per_node=4" in said.out
+    assert "gpus-per-node" not in said.out.partition("\n\n")[0]
+    assert "8 ranks get data=1 z=8 y=1 x=1 (all ranks on z)" in said.err
+    assert main([*launch, "--nodes", "5", "--ranks-per-node", "3"]) == 2
+    assert "do not divide over 15 ranks" in capsys.readouterr().err

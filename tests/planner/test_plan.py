@@ -1,6 +1,7 @@
 """`fourfold.plan`: formulas select the candidates, the simulation over dry runs ranks them."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ from fourfold.planner import plan as planning
 from fourfold.planner import workers
 from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.cost.compute import Kernels, memory_s, operation_s
-from fourfold.planner.dry_run_estimate import Job, simulate_step
-from fourfold.planner.inputs.cluster import preset
+from fourfold.planner.dry_run_estimate import Job, estimate_in_process, simulate_step
+from fourfold.planner.inputs.cluster import LIBRARIES, preset
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.simulate import inner_ranks
-from fourfold.planner.workers import estimate_all, estimate_by_dry_run
+from fourfold.planner.workers import estimate_by_dry_run, for_all
 
 CLUSTER = preset("dgx-h100")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -72,14 +73,14 @@ def test_a_model_may_be_given_in_several_ways(kind, found):
 
 def test_a_layout_that_does_not_fit_by_the_dry_run_is_rejected_with_both_values(monkeypatch):
     tight = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, memory_gib=0.01))
-    real = planning.estimate_all
+    real = planning.for_all
 
     def larger(*given):
         for done in real(*given):
-            more = {**done.trace.before, "logits": 2.0**30 - done.trace.peak.bytes}
-            yield dataclasses.replace(done, trace=dataclasses.replace(done.trace, before=more))
+            more = 2.0**30 - done.memory.total_bytes + done.memory.logits_bytes
+            yield dataclasses.replace(done, memory=dataclasses.replace(done.memory, logits_bytes=more))
 
-    monkeypatch.setattr(planning, "estimate_all", larger)
+    monkeypatch.setattr(planning, "for_all", larger)
     plan = ff.plan(CONFIG, tight, 2, sequences=4, length=32, simulate=2, quiet=True)
     over = [r for r in plan.rejected if "by the dry run" in r.reason]
     assert len(over) >= 2
@@ -174,12 +175,26 @@ def test_faster_links_shorten_a_simulated_step():
     assert simulate_step(dry_run, CLUSTER)[0].step_s < simulate_step(dry_run, slow)[0].step_s
 
 
+@pytest.mark.parametrize(("weights", "target"), [("fsdp2", "cuda"), ("streamed", "cpu")])
+def test_micro_batches_that_are_left_out_are_extrapolated(weights, target):
+    cluster = CLUSTER if target == "cuda" else dataclasses.replace(CLUSTER, library=LIBRARIES["gloo"])
+    layout = Layout(1, 2, 1, 2, micro_batches=8, weights=weights)
+    dry_run = estimate_by_dry_run(Job(CONFIG, 16, 32, target), layout)
+    assert dry_run.left_out == 5
+    step, parts = simulate_step(dry_run, cluster)
+    whole, whole_parts = simulate_step(dry_run, cluster, keep_spans=True)  # all of them
+    assert step.step_s == pytest.approx(whole.step_s, rel=1e-3)
+    assert parts == pytest.approx(whole_parts, rel=1e-3)
+    for name in ("link_s", "exposed_s"):
+        assert getattr(step, name) == pytest.approx(getattr(whole, name), rel=1e-2), name
+
+
 @pytest.mark.nightly
 def test_dry_runs_in_processes_of_their_own_are_the_same(monkeypatch):
     monkeypatch.setattr(workers, "_WORTH_PROCESSES", 2)
     layouts = [Layout(1, 2, 1, 2), Layout(2, 1, 2, 1), Layout(1, 1, 1, 3)]
     job = Job(CONFIG, 4, 32, "cuda")
-    *apart, rejected = estimate_all(job, layouts)
+    *apart, rejected = for_all(partial(estimate_in_process, job), layouts)
     assert "x=3 does not divide num_attention_heads=4" in str(rejected)
     for layout, done in zip(layouts, apart, strict=False):
         assert done.trace == estimate_by_dry_run(job, layout).trace

@@ -49,5 +49,5 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks",
         type=positive,
-        help="number of ranks on this machine, with grid.auto (default: the number of GPUs)",
+        help="number of ranks on this machine, if the run config sets no grid (default: the number of GPUs, or 1 on a CPU)",
     )

@@ -15,6 +15,7 @@ def add_to(commands: Any) -> None:
         description="Measure collectives on every position of an axis, matmuls and memory, alone and overlapped, on all ranks; fit "
         "the planner's parameters and write them as a cluster file. Start it like a training run: torchrun "
         "--nnodes N --nproc-per-node M -m fourfold calibrate --out cluster.toml",
+        epilog="Example: torchrun --nproc-per-node 8 -m fourfold calibrate --out cluster.toml",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="the cluster file to write (TOML)"

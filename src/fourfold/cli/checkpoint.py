@@ -22,7 +22,9 @@ def add_to(commands: Any) -> None:
 
 
 def _action(actions: Any, name: str, what: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=what, description=what)
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=what, description=what, epilog=f"Example: fourfold checkpoint {name} run/checkpoints"
+    )
     parser.add_argument(
         "folder", help="the folder of the run's checkpoints, or an fsspec URL such as s3://bucket/run"
     )

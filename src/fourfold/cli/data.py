@@ -24,6 +24,7 @@ def _add_prepare(actions: Any) -> None:
         help="tokenise text into a folder",
         description="Tokenise text into a folder of memory-mapped shards. Run the same command again after an "
         "interruption: finished parts are kept. The result does not depend on --processes or on interruptions.",
+        epilog="Example: fourfold data prepare text corpus.jsonl --tokenizer Qwen/Qwen3-8B",
     )
     parser.add_argument("folder", type=Path, help="the folder for the tokens")
     parser.add_argument(
@@ -70,7 +71,12 @@ def _add_prepare(actions: Any) -> None:
 
 def _add_info(actions: Any) -> None:
     about = "Show the contents of a prepared folder: documents, tokens and the tokenizer."
-    parser = actions.add_parser("info", help="show the contents of a prepared folder", description=about)
+    parser = actions.add_parser(
+        "info",
+        help="show the contents of a prepared folder",
+        description=about,
+        epilog="Example: fourfold data info text --verify",
+    )
     parser.add_argument("folder", type=Path, help="the folder that `fourfold data prepare` wrote")
     parser.add_argument(
         "--verify", action="store_true", help="read every byte and compare it with the recorded hashes"

@@ -26,6 +26,7 @@ def add_to(commands: Any) -> None:
         "did, bit for bit. The exit code is 1 if any scenario fails. Under torchrun or srun, the ranks that were started "
         "train, disturbed once by --fault: on a cluster, start it without a fault first, then with one, and compare with "
         "`fourfold drill FILE --compare`.",
+        epilog="Example: fourfold drill run.toml --set grid.data=2",
     )
     add_file(parser)
     add_changes(parser)

@@ -6,10 +6,14 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_engine, positive
+from fourfold.cli.arguments import add_changes, add_engine, positive
+from fourfold.config.run_file import load_run
 from fourfold.config.schema import EngineSection
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import RunConfig
 
 
 def add_to(commands: Any) -> None:
@@ -18,20 +22,32 @@ def add_to(commands: Any) -> None:
         help="run one rank's step on any grid without a device: memory, traffic, errors",
         description="Run the training code of one rank of any grid on fake tensors: memory by category, every collective, "
         "every operation, and every error that a real run would raise. Nothing is measured.",
+        epilog="Example: fourfold dryrun run.toml --set grid.z=64 --set grid.x=4",
     )
     parser.add_argument(
-        "config", type=Path, help="config.json of a Hugging Face model, or the folder it is in"
+        "model",
+        help="a run config (TOML), or a Hugging Face config.json, the folder it is in, or a hub id",
     )
-    sizes = "sizes of the four axes, such as 8,4,1,2"
-    parser.add_argument("--grid", type=grid_shape, required=True, metavar="DATA,Z,Y,X", help=sizes)
+    add_changes(parser)
+    given = "default: the run config's"
     parser.add_argument(
-        "--global-batch-size", type=positive, required=True, help="the global batch in sequences"
+        "--grid",
+        type=grid_shape,
+        metavar="DATA,Z,Y,X",
+        help=f"sizes of the four axes, such as 8,4,1,2 ({given})",
     )
-    parser.add_argument("--seq-len", type=positive, required=True, help="tokens per sequence")
     parser.add_argument(
-        "--micro-batches", type=positive, default=1, help="number of micro-batches per step (default: 1)"
+        "--gpus",
+        type=positive,
+        help="number of ranks, if the run config sets no grid and --grid is not given",
     )
-    add_engine(parser, *EngineSection.model_fields)
+    parser.add_argument("--global-batch-size", type=positive, help=f"the global batch in sequences ({given})")
+    parser.add_argument("--seq-len", type=positive, help=f"tokens per sequence ({given})")
+    parser.add_argument(
+        "--micro-batches", type=positive, help=f"number of micro-batches per step ({given}, or 1)"
+    )
+    for name, field in EngineSection.model_fields.items():
+        add_engine(parser, name, unless=f"the run config's, or {field.default}")
     parser.add_argument(
         "--target",
         choices=("cuda", "cpu"),
@@ -50,19 +66,48 @@ def run(options: argparse.Namespace) -> int:
     # torch and transformers take seconds to import
     from fourfold.dry_run.run import dryrun
     from fourfold.mesh.axes import AXES
+    from fourfold.untrusted_input import find_model_config
     from fourfold.weights.overlap import Overlap
 
+    values: dict[str, Any] = {"micro_batches": 1}
+    config, engine, where = None, EngineSection(), options.model
+    if options.model.endswith(".toml"):
+        config = _with_layout(load_run(options.model, options.set), options)
+        engine, where = config.engine, config.model.config or config.model.pretrained
+        values |= {
+            "grid": config.shape,
+            "global_batch_size": config.sequences,
+            "seq_len": config.data.sequence_length,
+        }
+    elif options.set or options.gpus:
+        raise ValueError(
+            "--set and --gpus are for a run config; give --grid DATA,Z,Y,X and the other options"
+        )
+    values |= {
+        name: given
+        for name in ("grid", "global_batch_size", "seq_len", "micro_batches", *EngineSection.model_fields)
+        if (given := getattr(options, name)) is not None
+    }
+    missing = [name for name in ("grid", "global_batch_size", "seq_len") if name not in values]
+    if missing:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise ValueError(f"a dry run of a model needs {words} as well; a run config has them")
+    if config is not None and options.micro_batches is None:
+        rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1])
+        values["micro_batches"] = max(1, rows // (config.batch.micro_batch_sequences or rows or 1))
+    chosen = {name: values.get(name, getattr(engine, name)) for name in EngineSection.model_fields}
     result = dryrun(
-        options.config,
-        options.grid,
-        sequences=options.global_batch_size,
-        length=options.seq_len,
-        micro_batches=options.micro_batches,
-        precision=options.precision,
-        activations=options.activations,
-        activation_checkpointing=options.activation_checkpointing,
-        weights=options.weights,
-        overlap=Overlap(keep_inputs=options.keep_inputs, keep_bytes=options.keep_weights_bytes),
+        find_model_config(where),
+        values["grid"],
+        sequences=values["global_batch_size"],
+        length=values["seq_len"],
+        micro_batches=values["micro_batches"],
+        precision=chosen["precision"],
+        activations=chosen["activations"],
+        activation_checkpointing=chosen["activation_checkpointing"],
+        weights=chosen["weights"],
+        overlap=Overlap(keep_inputs=chosen["keep_inputs"], keep_bytes=chosen["keep_weights_bytes"]),
+        optimizer="adamw" if config is None else config.optimizer.name,
         target=options.target,
         rank=options.rank,
     )
@@ -74,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         options.json.write_text(
             json.dumps(
                 {
-                    "grid": dict(zip(AXES, options.grid, strict=True)),
+                    "grid": dict(zip(AXES, values["grid"], strict=True)),
                     "activations": result.report.activations,
                     "peak": asdict(result.peak),
                     "between_steps": result.trace.before,
@@ -83,6 +128,19 @@ def run(options: argparse.Namespace) -> int:
             )
         )
     return 0
+
+
+def _with_layout(config: RunConfig, options: argparse.Namespace) -> RunConfig:
+    """The run with the layout that it would get on these ranks."""
+    if not config.grid.auto or options.grid is not None:
+        return config
+    if options.gpus is None:
+        raise ValueError(
+            f"{options.model} sets no grid; give the number of ranks with --gpus, or --grid DATA,Z,Y,X"
+        )
+    from fourfold.train.auto_layout import choose_layout
+
+    return choose_layout(config, options.gpus, simulate=0, quiet=True)
 
 
 def grid_shape(text: str) -> tuple[int, int, int, int]:

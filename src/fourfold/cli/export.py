@@ -16,6 +16,7 @@ def add_to(commands: Any) -> None:
         description="Write the weights of a checkpoint as sharded safetensors, with config.json, the tokenizer and a "
         "model card, for from_pretrained. The checkpoint is verified first. Memory use is a few blocks of a file, "
         "independent of the size of the model.",
+        epilog="Example: fourfold export run/checkpoints exported --dtype bf16",
     )
     parser.add_argument(
         "checkpoint", help="a step-N folder, or the folder of a run's checkpoints; can be an fsspec URL"

@@ -25,6 +25,7 @@ def _add_slurm(systems: Any) -> None:
         help="write a batch script, and submit it",
         description="Write a script for sbatch, and submit it. Before the time limit the run saves and is requeued, "
         "until it has finished.",
+        epilog="Example: fourfold launch slurm run.toml --nodes 4 --gpus-per-node 8",
     )
     _add_world(parser)
     parser.add_argument(
@@ -66,6 +67,7 @@ def _add_kubernetes(systems: Any) -> None:
         help="write the manifest of a JobSet",
         description="Write a manifest for kubectl apply: a JobSet with a pod for each node, and the run config in a "
         "ConfigMap. The cluster needs the JobSet controller.",
+        epilog="Example: fourfold launch kubernetes run.toml --nodes 4 --gpus-per-node 8 --image IMAGE --claim data",
     )
     _add_world(parser)
     parser.add_argument("--image", required=True, help="container image with fourfold installed")
@@ -118,7 +120,7 @@ def slurm(options: argparse.Namespace) -> int:
     from fourfold.launch.slurm import SlurmJob, render, submit
     from fourfold.launch.world import train_command
 
-    config, world = _checked(options)
+    config, world = _checked(options, plans_here=True)
     folder = options.folder.resolve()
     logs = folder / (options.logs or config.logging.folder)
     common = _given(options, "time", "partition", "account", "constraint")
@@ -152,7 +154,8 @@ def slurm(options: argparse.Namespace) -> int:
 def kubernetes(options: argparse.Namespace) -> int:
     from fourfold.launch.kubernetes import KubernetesJob, manifest
 
-    config, world = _checked(options)
+    # The model and the cluster file may be on the volume: then the planner runs when the job starts.
+    config, world = _checked(options, plans_here=False)
     claim, _, path = (options.claim or "").partition(":")
     path = path or "/data"
     _check_checkpoints_persist(config.checkpoints.folder, Path(path) if claim else None, options.folder)
@@ -176,7 +179,7 @@ def kubernetes(options: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(options: argparse.Namespace) -> tuple[Any, Any]:
+def _checked(options: argparse.Namespace, *, plans_here: bool) -> tuple[Any, Any]:
     """The run config and its world; errors are raised before the job waits in a queue."""
     from fourfold.config.run_file import load_run
     from fourfold.launch.world import world_of
@@ -187,12 +190,23 @@ def _checked(options: argparse.Namespace) -> tuple[Any, Any]:
             "checkpoints.resume is false: a restarted job would begin at step 0; "
             "use --set checkpoints.resume=true"
         )
+    grid = config.grid
     world = world_of(
-        config.grid.model_copy(update={"data": config.shape[0]}),
+        grid if grid.auto else grid.model_copy(update={"data": config.shape[0]}),
         options.nodes,
         ranks_per_node=options.ranks_per_node,
         gpus_per_node=options.gpus_per_node,
     )
+    if grid.auto and (plans_here or grid.cluster is None):
+        from fourfold.train.auto_layout import choose_layout  # torch takes seconds to import
+
+        chosen = choose_layout(config, world.ranks, simulate=0, quiet=True).grid
+        how = f"planned for {grid.cluster}" if grid.cluster else "all ranks on z"
+        print(
+            f"the run config sets no grid; {world.ranks} ranks get data={chosen.data} z={chosen.z} y={chosen.y} "
+            f"x={chosen.x} ({how})",
+            file=sys.stderr,
+        )
     return config, world
 
 

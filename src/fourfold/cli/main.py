@@ -7,7 +7,22 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from fourfold.cli import calibrate, checkpoint, data, drill, dryrun, export, init, launch, plan, report, train
+import shtab
+
+from fourfold.cli import (
+    calibrate,
+    checkpoint,
+    data,
+    doctor,
+    drill,
+    dryrun,
+    export,
+    init,
+    launch,
+    plan,
+    report,
+    train,
+)
 from fourfold.processes import REFUSED
 
 # A restart does not help here, unlike after a full disk, a file system that does not respond, or a failed save.
@@ -26,8 +41,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="fourfold", description="4D parallel training, planned before it runs."
     )
     parser.add_argument("--version", action="version", version=f"fourfold {version('fourfold')}")
+    shtab.add_argument_to(
+        parser,
+        "--print-completion",
+        help='print completion for a shell: eval "$(fourfold --print-completion bash)"',
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (plan, dryrun, calibrate, checkpoint, export, data, init, train, report, launch, drill):
+    for command in (
+        plan,
+        dryrun,
+        calibrate,
+        checkpoint,
+        export,
+        data,
+        init,
+        train,
+        report,
+        launch,
+        drill,
+        doctor,
+    ):
         command.add_to(commands)
     options = parser.parse_args(arguments)
     return exit_code_of(lambda: int(options.run(options)))

@@ -6,19 +6,31 @@ import argparse
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_engine, positive
+from fourfold.cli.arguments import add_changes, add_engine, positive
+from fourfold.config.describe import SIZES, sized_model_config
+from fourfold.config.run_file import load_run
 from fourfold.planner.cost.step import Prices
-from fourfold.planner.dry_run_estimate import Job, schedule_of, simulate_step
+from fourfold.planner.dry_run_estimate import Job, describe, schedule_of, simulate_step
 from fourfold.planner.inputs import cluster as clusters
-from fourfold.planner.inputs.workload import Workload, from_config
+from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.plan import plan as make_plan
+from fourfold.planner.search import Plan
 from fourfold.planner.show import tables
 from fourfold.planner.show.page import write_page
 from fourfold.planner.show.trace import chrome_trace
 from fourfold.planner.workers import estimate_by_dry_run
+from fourfold.untrusted_input import find_model_config
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import RunConfig
+
+# Of models that --size names: Llama 3's vocabulary, and a smaller one for those that a laptop trains.
+VOCABULARY, SMALL_VOCABULARY = 128_256, 8_192
 
 
 def add_to(commands: Any) -> None:
@@ -26,18 +38,30 @@ def add_to(commands: Any) -> None:
         "plan",
         help="rank the layouts of a model on a cluster",
         description="Predict step time and memory of every layout (data, z, y, x) of a model on a cluster, and rank those "
-        "that fit. Needs no device; every number is a prediction. With --compare-to, compare a run with its prediction.",
+        "that fit. Needs no device; every number is a prediction. With a run config, its model, batch and engine options "
+        "apply. With --compare-to, compare a run with its prediction.",
+        epilog="Example: fourfold plan run.toml --cluster dgx-h100 --gpus 64 --write run.toml",
     )
     parser.add_argument(
-        "config", type=Path, nargs="?", help="config.json of a Hugging Face model, or the folder it is in"
+        "model",
+        nargs="?",
+        help="a run config (TOML), a Hugging Face config.json or the folder it is in, or a hub id",
     )
+    parser.add_argument("--size", help=f"a Llama of this size instead: {', '.join(SIZES)} parameters")
     parser.add_argument(
-        "--cluster", required=True, help=f"a preset ({', '.join(clusters.presets())}) or a TOML file"
+        "--cluster",
+        help=f"a preset ({', '.join(clusters.presets())}) or a TOML file (default: grid.cluster of the run config)",
     )
-    parser.add_argument("--gpus", type=positive, help="number of ranks, one per device")
-    parser.add_argument("--seq-len", type=positive, help="tokens per sequence")
+    add_changes(parser)
+    parser.add_argument(
+        "--gpus",
+        type=positive,
+        help="number of ranks, one per device (default: the grid's of the run config)",
+    )
+    given = "default: the run config's, or usual for --size"
+    parser.add_argument("--seq-len", type=positive, help=f"tokens per sequence ({given})")
     batch = parser.add_mutually_exclusive_group()
-    batch.add_argument("--global-batch-size", type=positive, help="the global batch in sequences")
+    batch.add_argument("--global-batch-size", type=positive, help=f"the global batch in sequences ({given})")
     batch.add_argument("--batch-tokens", type=amount, help="the global batch in tokens, such as 4M")
     parser.add_argument(
         "--simulate",
@@ -46,9 +70,9 @@ def add_to(commands: Any) -> None:
         metavar="N",
         help="also simulate the best N layouts over their dry runs, which takes seconds to a minute each (default: 0)",
     )
-    add_engine(parser, "weights", unless="FSDP2 on GPUs, streamed on CPUs")
-    add_engine(parser, "precision", unless="bf16 on GPUs, fp32 on CPUs")
-    add_engine(parser, "activations", "keep_inputs", unless="consider both")
+    add_engine(parser, "weights", unless="the run config's, or FSDP2 on GPUs, streamed on CPUs")
+    add_engine(parser, "precision", unless="the run config's, or bf16 on GPUs, fp32 on CPUs")
+    add_engine(parser, "activations", "keep_inputs", unless="the run config's, or consider both")
     parser.add_argument("--rows", type=positive, default=10, help="number of layouts to show (default: 10)")
     parser.add_argument(
         "--explain",
@@ -61,6 +85,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--price", type=float, help="price of a device hour")
     parser.add_argument("--watts", type=float, help="power of a device in watts")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the fastest layout into this run config"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all estimates to this file")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report")
     parser.add_argument(
@@ -79,30 +106,20 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    cluster = clusters.load(options.cluster)
     if options.compare_to:
         from fourfold.planner.show.compare import compare, read_run
 
-        print(compare(read_run(options.compare_to), cluster))
+        (cluster,) = _needed({"--cluster": options.cluster})
+        print(compare(read_run(options.compare_to), clusters.load(cluster)))
         return 0
-    sequences = _check(options)
-    path = options.config / "config.json" if options.config.is_dir() else options.config
-    workload = from_config(path, path.parent.name if path.stem == "config" else path.stem)
-    plan = make_plan(
-        path,
-        cluster,
-        options.gpus,
-        sequences=sequences,
-        length=options.seq_len,
-        simulate=options.simulate,
-        weights=options.weights,
-        precision=options.precision,
-        activations=options.activations,
-        keep_inputs=(True, False) if options.keep_inputs is None else (options.keep_inputs,),
-    )
-    precision = options.precision or cluster.precision
-    prices = Prices(workload, cluster, options.seq_len, schedule_of(cluster, precision))
-    title = f"{workload.name} ({_billions(workload)}) on {options.gpus} devices of {cluster.name}, {sequences} x {options.seq_len} tokens"
+    asked = _Asked.of(options)
+    cluster = clusters.load(asked.cluster)
+    plan = make_plan(asked.model, cluster, asked.gpus, **asked.options, simulate=options.simulate)
+    workload = describe(asked.model)[1]
+    assert workload is not None
+    sequences, length = asked.options["sequences"], asked.options["length"]
+    precision = asked.options["precision"] or cluster.precision
+    title = f"{asked.name} ({_billions(workload)}) on {asked.gpus} devices of {cluster.name}, {sequences} x {length} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
     print(tables.show_plan(plan, cluster, title, options.rows, width))
     best = plan.best  # raises with the nearest miss, if there is none
@@ -112,6 +129,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.price is not None or options.watts is not None:
         raise ValueError("--price and --watts need the number of training tokens; give --tokens, such as 15T")
     if options.explain:
+        prices = Prices(workload, cluster, length, schedule_of(cluster, precision))
         a, b = (tables.pick_layout(word, plan, prices, sequences) for word in options.explain)
         print(tables.explain(a, b))
     if options.json:
@@ -120,32 +138,132 @@ def run(options: argparse.Namespace) -> int:
         write_page(options.html, plan, cluster, title)
         print(f"wrote {options.html}")
     if options.trace:
-        job = Job(path, sequences, options.seq_len, cluster.target, precision)
+        optimizer = asked.options.get("optimizer", "adamw")
+        job = Job(asked.model, sequences, length, cluster.target, precision, optimizer=optimizer)
         timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
         print(f"wrote {options.trace}: open it in ui.perfetto.dev")
+    if options.write:
+        print(_write(options.write, plan, sequences, length))
     return 0
 
 
-def _check(options: argparse.Namespace) -> int:
-    """Reject missing or invalid options; the number of sequences of the global batch."""
-    needed = {
-        "config.json": options.config,
-        "--gpus": options.gpus,
-        "--seq-len": options.seq_len,
-        "--global-batch-size (or --batch-tokens)": options.global_batch_size or options.batch_tokens,
-    }
-    missing = [name for name, value in needed.items() if value is None]
+@dataclass(frozen=True)
+class _Asked:
+    """What to plan, from the options and from a run config."""
+
+    model: Any  # as `fourfold.plan` takes it
+    name: str
+    cluster: str
+    gpus: int
+    options: dict[str, Any]  # of `fourfold.plan`
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> _Asked:
+        if options.model is not None and options.size is not None:
+            raise ValueError(f"{options.model} and --size {options.size} are two models; give one of them")
+        run = None
+        if options.model is not None and options.model.endswith(".toml"):
+            run = load_run(options.model, options.set)
+        elif options.set:
+            raise ValueError("--set changes a run config; give one instead of a model, or leave it out")
+        model, name, found = _of_run(run) if run else _of_model(options)
+        batch = options.global_batch_size or options.batch_tokens or found.get("sequences")
+        _, gpus, cluster, length, sequences = _needed(
+            {
+                "a model (or --size)": model,
+                "--gpus": options.gpus or (run.grid.size if run and not run.grid.auto else None),
+                "--cluster": options.cluster or (run.grid.cluster if run else None),
+                "--seq-len": options.seq_len or found.get("length"),
+                "--global-batch-size (or --batch-tokens)": batch,
+            }
+        )
+        if options.batch_tokens:
+            sequences = _sequences(options.batch_tokens, length)
+        own = {
+            name: getattr(options, name)
+            for name in ("weights", "precision", "activations")
+            if getattr(options, name)
+        }
+        if options.keep_inputs is not None:
+            own["keep_inputs"] = (options.keep_inputs,)
+        wanted = {"precision": None, **found, **own, "sequences": sequences, "length": length}
+        return _Asked(model, name, cluster, gpus, wanted)
+
+
+def _of_run(run: RunConfig) -> tuple[Any, str, dict[str, Any]]:
+    from fourfold.train.auto_layout import plan_options, without_layout  # torch takes seconds to import
+
+    where = run.model.config or run.model.pretrained
+    assert where is not None
+    path = find_model_config(where)
+    return path, _name_of(path, str(where)), plan_options(without_layout(run))
+
+
+def _of_model(options: argparse.Namespace) -> tuple[Any, str, dict[str, Any]]:
+    if options.size is not None:
+        if options.size not in SIZES:
+            raise ValueError(f"there is no size {options.size!r}; use one of {', '.join(SIZES)}")
+        size = SIZES[options.size]
+        usual = {"length": size.length, "sequences": size.batch_tokens // size.length}
+        config = sized_model_config(options.size, SMALL_VOCABULARY if size.is_tied else VOCABULARY)
+        return config, f"Llama {options.size.upper()}", usual
+    if options.model is None:
+        return None, "", {}
+    path = find_model_config(options.model)
+    return path, _name_of(path, options.model), {}
+
+
+def _name_of(path: Path, given: str) -> str:
+    if path.stem != "config":
+        return path.stem
+    return path.parent.name if Path(given).exists() else given
+
+
+def _needed(values: dict[str, Any]) -> list[Any]:
+    """The values; raises if one is missing."""
+    missing = [name for name, value in values.items() if value is None]
     if missing:
-        raise ValueError(f"a plan needs {', '.join(missing)} as well; --compare-to RUN needs --cluster alone")
-    if options.global_batch_size is not None:
-        return int(options.global_batch_size)
-    sequences = int(options.batch_tokens // options.seq_len)
+        raise ValueError(f"a plan needs {', '.join(missing)} as well; see fourfold plan --help")
+    return list(values.values())
+
+
+def _sequences(tokens: float, length: int) -> int:
+    sequences = int(tokens // length)
     if sequences < 1:
         raise ValueError(
-            f"a batch of {options.batch_tokens:.0f} tokens is smaller than a sequence of {options.seq_len}; use more tokens"
+            f"a batch of {tokens:.0f} tokens is smaller than a sequence of {length}; use more tokens"
         )
     return sequences
+
+
+def _write(file: Path, plan: Plan, sequences: int, length: int) -> str:
+    """Write the fastest layout into a run config that was planned; what was written."""
+    from fourfold.config.edit import with_fields
+    from fourfold.train.auto_layout import fastest, layout_fields, without_layout
+
+    run = load_run(file)
+    if (run.sequences, run.data.sequence_length) != (sequences, length):
+        raise ValueError(
+            f"{file} has a batch of {run.sequences} x {run.data.sequence_length} tokens, and the plan is for {sequences} x "
+            f"{length}; plan the run config itself: fourfold plan {file}"
+        )
+    best = fastest(without_layout(run), plan).layout
+    fields = layout_fields(run, best)
+    # What the run config leaves open and the layout does not need stays open.
+    fields["engine"] = {
+        name: value for name, value in fields["engine"].items() if _changes(run, best, name, value)
+    }
+    file.write_text(with_fields(file.read_text(), fields))
+    return f"wrote the layout {best} into {file}"
+
+
+def _changes(run: RunConfig, layout: Layout, name: str, value: Any) -> bool:
+    if name in ("activations", "keep_inputs") and layout.x * layout.y == 1:
+        return False
+    if name == "weights":
+        return False  # the planner takes the run config's, and "auto" is what it assumes
+    return bool(getattr(run.engine, name) != value)
 
 
 def _billions(workload: Workload) -> str:

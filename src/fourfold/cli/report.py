@@ -13,6 +13,7 @@ def add_to(commands: Any) -> None:
         help="write the HTML report of a run from its logs",
         description="Write report.html from the run.json and metrics.jsonl in a run's log folder, also while the run is "
         "training, or after it was killed. With a cluster, the report includes the prediction, which needs a dry run.",
+        epilog="Example: fourfold report run/logs",
     )
     parser.add_argument("folder", type=Path, help="the run's log folder, logging.folder of the run config")
     parser.add_argument(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fourfold.config.schema import CHOSEN_ALONG, EngineSection, RunConfig
+from fourfold.config.schema import CHOSEN_ALONG, EngineSection, GridSection, RunConfig
 from fourfold.files import toml_value
 
 
@@ -40,6 +40,7 @@ SIZES = {
     "8b": Size(4096, 14336, 32, 32, 8, 8192, 4_194_304, 3e-4, 40_000, is_recomputed=True),
     "70b": Size(8192, 28672, 80, 64, 8, 8192, 8_388_608, 1.5e-4, 150_000, is_recomputed=True),
     "405b": Size(16384, 53248, 126, 128, 8, 8192, 16_777_216, 8e-5, 900_000, is_recomputed=True),
+    "1t": Size(24576, 81920, 136, 192, 8, 8192, 33_554_432, 5e-5, 600_000, is_recomputed=True),
 }
 
 
@@ -60,32 +61,71 @@ def sized_model_config(size: str, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def starting_file(size: str, *, model: str, data: str) -> str:
-    """A run config with every field, its value for a model of this size, and its description."""
+def nearest_size(hidden: int) -> str:
+    """The largest size that is not wider than a model, whose settings suit it.
+
+    Example:
+        >>> nearest_size(5120)
+        '8b'
+    """
+    narrower = [name for name, size in SIZES.items() if size.hidden <= hidden]
+    return narrower[-1] if narrower else next(iter(SIZES))
+
+
+def pretraining(size: str) -> dict[str, Any]:
+    """The fields of a run config that trains a model of this size from random init."""
     suited = SIZES[size]
-    chosen: dict[str, Any] = {
-        "model.config": model,
-        "data.sources": [{"path": data}],
+    return {
         "data.sequence_length": suited.length,
         "batch.tokens": suited.batch_tokens,
         "optimizer.lr": suited.lr,
         "schedule.steps": suited.steps,
         "schedule.warmup_steps": min(2000, suited.steps // 10),
         "engine.precision": suited.precision,
-        "engine.activation_checkpointing": "full" if suited.is_recomputed else "none",
+        **({"engine.activation_checkpointing": "full"} if suited.is_recomputed else {}),
     }
-    lines = [
-        f"# A run of a {size.upper()} model. `fourfold train` reads it; --set section.field=value changes it."
-    ]
+
+
+# Of fine-tuning, as published recipes have them: sequences of a batch, and the longest sequence.
+_FINE_TUNING_BATCH = 64
+_FINE_TUNING_LENGTH = 4096
+
+
+def fine_tuning(size: str, *, positions: int, train_tokens: int) -> dict[str, Any]:
+    """The fields of a run config that goes once through the text from pretrained weights.
+
+    ``size`` is about that of the model, ``positions`` are the longest sequence that it takes.
+    """
+    length = min(positions, _FINE_TUNING_LENGTH)
+    tokens = _FINE_TUNING_BATCH * length
+    steps = max(1, train_tokens // tokens)
+    is_large = SIZES[size].is_recomputed
+    return {
+        "data.sequence_length": length,
+        "batch.tokens": tokens,
+        "optimizer.lr": 1e-5 if is_large else 2e-5,
+        "optimizer.weight_decay": 0.0,
+        "schedule.steps": steps,
+        "schedule.warmup_steps": -(-steps * 3 // 100),
+        "schedule.min_lr_ratio": 0.0,
+        **({"engine.activation_checkpointing": "full"} if is_large else {}),
+    }
+
+
+def starting_file(about: str, chosen: Mapping[str, Any]) -> str:
+    """A run config with every field, its description, and its default or what was ``chosen``."""
+    lines = [f"# {about} `fourfold train` reads it; --set section.field=value changes it."]
     for path, section in _sections(RunConfig, ""):
-        lines += ["", f"# {section.__doc__}", f"[{path}]"] if path else []
-        for field, about in _fields(section):
+        lines += ["", f"# {_sentences(section)}", f"[{path}]"] if path else []
+        for field, described in _fields(section):
             name = f"{path}.{field}" if path else field
-            value = chosen.get(name, None if about.is_required() else about.default)
+            value = chosen.get(name, None if described.is_required() else described.default)
             written = f"{field} = {toml_value(value)}" if value is not None else f"# {field} ="
-            if section is EngineSection and field in CHOSEN_ALONG and value == about.default:
-                written = f"# {written}"  # set in a file, it would not be chosen by `grid.auto`
-            lines += [f"# {about.description}", written]
+            # Set in a file, these would not be chosen when the run starts.
+            is_open = section is GridSection or (section is EngineSection and field in CHOSEN_ALONG)
+            if is_open and name not in chosen and not written.startswith("#"):
+                written = f"# {written}"
+            lines += [f"# {described.description}", written]
     return "\n".join(lines) + "\n"
 
 
@@ -93,7 +133,7 @@ def reference() -> str:
     """The reference page: a table for each section."""
     lines = ["# Run config", ""]
     for path, kind in _sections(RunConfig, ""):
-        lines += [f"## {f'`[{path}]`' if path else 'At the top'}", "", str(kind.__doc__), ""]
+        lines += [f"## {f'`[{path}]`' if path else 'At the top'}", "", _sentences(kind), ""]
         lines += ["| field | default | what it does |", "|---|---|---|"]
         for field, about in _fields(kind):
             given = "none" if about.default is None else toml_value(about.default)
@@ -101,6 +141,11 @@ def reference() -> str:
             lines.append(f"| `{field}` | `{default}` | {about.description} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _sentences(section: type[BaseModel]) -> str:
+    """The description of a section in one line."""
+    return " ".join(str(section.__doc__).split())
 
 
 def _sections(section: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:

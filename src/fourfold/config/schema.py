@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from fourfold.mesh.axes import AXES
 from fourfold.planner.inputs.layout import undivided_axis
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -29,6 +30,19 @@ class Section(BaseModel):
     """A section of the file; unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def none_is_a_word(cls, given: Any) -> Any:
+        """TOML has no null: in a field that can be empty, "none" means it."""
+        if not isinstance(given, dict):
+            return given
+        empty = {
+            name: None
+            for name, about in cls.model_fields.items()
+            if given.get(name) == "none" and type(None) in get_args(about.annotation)
+        }
+        return {**given, **empty}
 
 
 class ModelSection(Section):
@@ -69,32 +83,36 @@ class DataSection(Section):
 
 
 class GridSection(Section):
-    """The sizes of the four grid axes. Their product has to be the number of ranks, unless the planner chooses."""
+    """The sizes of the four grid axes, whose product is the number of ranks.
 
-    auto: bool = False
-    """Ask the planner for the fastest grid; needs `cluster`."""
+    If no size is set, a layout is chosen when the run starts, for the ranks that it has: the planner's fastest one if
+    `cluster` is set, all ranks on z otherwise.
+    """
+
     cluster: str | None = None
-    """A preset's name or the TOML file that `fourfold calibrate` wrote."""
+    """The cluster that the planner chooses for: a preset's name, or the TOML file that `fourfold calibrate` wrote."""
     data: PositiveInt = 1
-    """Ranks that split the batch and hold the same weights."""
+    """Data parallel (DP): ranks that split the batch and hold the same weights."""
     z: PositiveInt = 1
-    """Ranks that split the batch and the storage of every weight."""
+    """FSDP: ranks that split the batch and the storage of every weight."""
     y: PositiveInt = 1
-    """Ranks that split the hidden features."""
+    """The second tensor parallel axis (TP2): ranks that split the hidden features."""
     x: PositiveInt = 1
-    """Ranks that split heads and inner features."""
+    """Tensor parallel (TP): ranks that split heads and inner features."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def auto_sets_no_size(cls, given: Any) -> Any:
+        return {} if given == "auto" else given
+
+    @property
+    def auto(self) -> bool:
+        """Is the layout chosen when the run starts?"""
+        return not self.model_fields_set & set(AXES)
 
     @property
     def size(self) -> int:
         return self.data * self.z * self.y * self.x
-
-    @model_validator(mode="after")
-    def auto_needs_a_cluster(self) -> GridSection:
-        if self.auto and self.cluster is None:
-            raise ValueError(
-                "auto lets the planner choose, which needs cluster: a preset's name or a TOML file"
-            )
-        return self
 
 
 class OptimizerSection(Section):
@@ -157,7 +175,7 @@ class BatchSection(Section):
     """Sequences per micro-batch of a rank; none: all of its sequences at once."""
 
 
-# Engine fields that `grid.auto` chooses unless the run config sets them, in addition to those with an "auto".
+# Engine fields that are chosen with the grid unless the run config sets them, in addition to those with an "auto".
 CHOSEN_ALONG = frozenset({"keep_inputs", "activation_checkpointing", "keep_weights_bytes"})
 
 
@@ -311,7 +329,7 @@ class RunConfig(Section):
         data, z, replica = self.grid.data, self.grid.z, self.reliability.replica
         if self.grid.auto:
             raise ValueError(
-                "reliability.torchft_lighthouse makes each replica a separate job, and grid.auto would lay out one job; set the grid"
+                "reliability.torchft_lighthouse makes each replica a separate job, and a grid that is chosen is one job; set grid.data, grid.z, grid.y or grid.x"
             )
         if replica >= data:
             raise ValueError(

@@ -23,7 +23,7 @@ from fourfold.dry_run.events import CATEGORIES, Category, Event, Operation, Star
 _LONGEST_PERIOD = 8
 # Blocks at either end of a step differ from those in the middle: the first weight has nothing to overlap with, and
 # gradients of two blocks may be in flight. These are enough for a middle, counted in periods.
-_PERIODS = 4
+_PERIODS = 3
 
 
 @dataclass(frozen=True)

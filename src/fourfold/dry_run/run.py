@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fourfold import untrusted_input as outside
 from fourfold.dry_run.blocks import NotPeriodic, expand, find_repeated, shallow_copy
 from fourfold.dry_run.events import Operation, Peak, Start, Trace
+from fourfold.dry_run.micro_batches import TRACED, with_repeated
 from fourfold.dry_run.recorder import Recorder, replaced
 from fourfold.dry_run.show import show
 from fourfold.errors import line_of_model
@@ -48,9 +50,14 @@ class DryRun:
     """The events of one rank's step, and its memory."""
 
     shape: tuple[int, int, int, int]
-    trace: Trace = field(repr=False)
+    traced: Trace = field(repr=False)  # without the micro-batches that were left out
     report: Report = field(repr=False)
     blocks_traced: tuple[int, int] | None = None  # (traced, all) of the blocks that are alike
+    left_out: int = 0  # micro-batches like the second one
+
+    @cached_property
+    def trace(self) -> Trace:
+        return with_repeated(self.traced, self.left_out)
 
     @property
     def peak(self) -> Peak:
@@ -88,14 +95,14 @@ def dryrun(
     optimizer: Literal["adamw", "muon"] = "adamw",
     target: str = "cuda",
     rank: int = 0,
-    every_block: bool = False,
+    trace_all: bool = False,
 ) -> DryRun:
     """A training step of one rank of a grid, on no device: forward, backward, clipping, AdamW or Muon.
 
     ``model`` is built on ``meta``, or a Hugging Face configuration or its dict, or the path of its ``config.json``. ``sequences``
     of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
-    ``target`` devices. If many blocks are alike, only a few are traced, unless ``every_block``. Raises what the real start
-    would raise.
+    ``target`` devices. If many blocks are alike, only a few are traced, and three of the micro-batches, unless ``trace_all``. Raises
+    what the real start would raise.
 
     Example:
         >>> run = dryrun(config, (64, 16, 1, 2), sequences=1024, length=16)  # 2,048 ranks; a path of a config.json does, too
@@ -112,9 +119,11 @@ def dryrun(
                 f"{own} sequences of a rank do not divide into {micro_batches} micro-batches; use a divisor of {own}"
             )
 
+        left_out = 0 if trace_all else max(0, micro_batches - TRACED)
+
         def run(model: nn.Module) -> tuple[Trace, Report]:
             report, _ = arrange(model, grid, options, seed=0)
-            step = _Step(model, grid, report, optimizer, micro_batches)
+            step = _Step(model, grid, report, optimizer, micro_batches, left_out)
             try:
                 return step.trace(own, length), report
             except DataDependentOutputException as error:
@@ -126,17 +135,17 @@ def dryrun(
 
         # Muon redistributes matrices of several blocks together: its step does not grow block by block.
         is_periodic = not (overlap and overlap.keep_bytes) and optimizer == "adamw"
-        repeated = None if every_block or not is_periodic else find_repeated(module)
+        repeated = None if trace_all or not is_periodic else find_repeated(module)
         if repeated is not None:
             fewer, report = run(shallow_copy(module, repeated, repeated.traced))
             more, _ = run(shallow_copy(module, repeated, repeated.traced + repeated.period))
             try:
                 trace = expand(fewer, more, repeated)
-                return DryRun(shape, trace, report, (repeated.traced, repeated.length))
+                return DryRun(shape, trace, report, (repeated.traced, repeated.length), left_out)
             except NotPeriodic:
                 pass  # then all of them
         trace, report = run(module)
-        return DryRun(shape, trace, report)
+        return DryRun(shape, trace, report, left_out=left_out)
 
 
 @contextmanager
@@ -171,6 +180,7 @@ class _Step:
     report: Report
     optimizer_name: str
     micro_batches: int
+    left_out: int  # micro-batches that are not run
 
     def trace(self, rows: int, length: int) -> Trace:
         """The step on that many sequences of a rank, after the first ones."""
@@ -189,9 +199,9 @@ class _Step:
                 self.ids = torch.zeros(rows, length, dtype=torch.int64)
             # The first step finds linears that share an input, a second the order of weights with batch-split overlap.
             for _ in range(2 if self.report.interleaved else 1):
-                self._run()
+                self._run(self.micro_batches - 1)
             self.recorder.start_over()
-            self._run()
+            self._run(self.left_out)
             return self.recorder.trace()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -202,15 +212,16 @@ class _Step:
             return ShardedMuon(groups, self.model, self.report, **options)
         return sharded_optimizer(torch.optim.AdamW)(self.model.parameters(), **options)
 
-    def _run(self) -> None:
+    def _run(self, left_out: int) -> None:
         with self.recorder.recording():
             self.recorder.phase = "forward"
-            *first, last = self.ids.chunk(self.micro_batches)
+            *first, last = self.ids.chunk(self.micro_batches)[left_out:]
             # One mean over all of them; a single one counts for itself.
-            items = {"num_items_in_batch": count_labels(self.ids, self.grid, shift=True)} if first else {}
-            for ids in first:
+            is_one = self.micro_batches == 1
+            items = {} if is_one else {"num_items_in_batch": count_labels(self.ids, self.grid, shift=True)}
+            for part in first:
                 with no_sync(self.model):
-                    self._forward_and_backward(ids, items)
+                    self._forward_and_backward(part, items)
             self._forward_and_backward(last, items)
             for parameter in self.model.parameters():
                 self.recorder.label(parameter.grad, "gradients")

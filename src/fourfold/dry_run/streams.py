@@ -3,7 +3,7 @@
 On CPU FSDP2 waits for each collective where it starts it. On CUDA the host goes on, and streams wait for each other:
 
     gather in forward     starts while the block before computes, for nothing on the compute stream holds it up
-    gather in backward    starts a block ahead, and the block that it is for waits for it
+    gather in backward    starts a block ahead, and its copy into the weights of the block waits for it
     reduce-scatter        holds up the next one's start, the last of them the end of backward
     all-reduce over data  follows its reduce-scatter on another stream; the end of backward waits for all
 
@@ -12,12 +12,15 @@ as `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py` has it (torch 2.13
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 from fourfold.dry_run.events import Event, Operation, Start, Wait
+
+_COPY = "fsdp.split_with_sizes_copy.default"  # what a gather brought, into the weights
 
 
 def on_streams(events: Sequence[Event]) -> list[Event]:
@@ -31,17 +34,17 @@ def on_streams(events: Sequence[Event]) -> list[Event]:
     for (_, before), (start, _) in pairwise(gathers):
         if events[start].phase == events[before].phase == "forward":
             places[start] = (before + 0.5, events[start])
+    copies = [i for i, event in enumerate(events) if isinstance(event, Operation) and event.name == _COPY]
     for start, wait in gathers:
-        needed = next((s for s, _ in scatters if s > wait), None)
-        if events[start].phase != "forward" and needed is not None:
-            places[wait] = (needed + 0.5, events[wait])
+        if events[start].phase != "forward" and (needed := bisect(copies, wait)) < len(copies):
+            places[wait] = (copies[needed] - 0.5, events[wait])
     for n, (_, wait) in enumerate(scatters):
         end = _end_of_backward(events, wait)
         after = scatters[n + 1][0] - 0.25 if n + 1 < len(scatters) else end
         places[wait] = (min(after, end), events[wait])
     for start, wait in sums:
         places[wait] = (_end_of_backward(events, wait), events[wait])
-        if any(s < start and w < start for s, w in scatters):
+        if scatters and scatters[0][1] < start:
             sent = events[start]
             assert isinstance(sent, Start)
             places[start] = (float(start), replace(sent, follows="z"))

@@ -2,7 +2,7 @@
 
 torchrun alone does neither (seen in torch 2.13.0). SIGUSR1 kills it and orphans its ranks. It forwards SIGTERM and SIGINT,
 but kills ranks that have not ended after 30 seconds. It exits with 1 whatever the ranks' exit code is, so "saved, to be
-continued" looks like a crash. `elastic` describes the problems of its restarts. All options are torchrun's.
+continued" and an error of the run config look like a crash. `elastic` describes the problems of its restarts. All options are torchrun's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from fourfold.processes import CONTINUE
+from fourfold.processes import CONTINUE, REFUSED
 
 if TYPE_CHECKING:
     from fourfold.launch.elastic import Agent
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         if has_saved(failure.exitcode):
             return CONTINUE
         print(error, file=sys.stderr)
-        return 1
+        return REFUSED if failure.exitcode == REFUSED else 1
     finally:
         # A signal must not kill this process while it exits.
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -18,14 +18,10 @@ from fourfold.train.loop.trainer import micro_batches, open_data
 
 
 def local_ranks(run: RunConfig, ranks: int | None) -> int:
-    """The number of ranks to start: the size of the grid, or, with ``grid.auto``, ``ranks`` or the number of GPUs."""
+    """The number of ranks to start: the size of the grid or, if none is set, ``ranks``, the number of GPUs, or 1."""
     devices = torch.cuda.device_count()
     if run.grid.auto:
-        if not (ranks or devices):
-            raise ValueError(
-                "grid.auto needs the number of ranks, and this machine does not have a GPU; give --ranks N"
-            )
-        needed = ranks or devices
+        needed = ranks or devices or 1
     else:
         needed = math.prod(run.shape)
         if ranks is not None and ranks != needed:

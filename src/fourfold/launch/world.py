@@ -34,7 +34,7 @@ def world_of(
         World(nodes=4, ranks_per_node=2, gpus_per_node=2)
         >>> world_of(GridSection(data=2, z=4), nodes=4, gpus_per_node=4)
         Traceback (most recent call last):
-        ValueError: the grid data=2 z=4 y=1 x=1 has 8 ranks, but 4 nodes of 4 ranks have 16; use --nodes 2 or --set grid.data=4
+        ValueError: the grid data=2 z=4 y=1 x=1 has 8 ranks, but 4 nodes of 4 ranks have 16; use --nodes 2 or --set grid.z=8
     """
     size = grid.size
     if ranks_per_node is None and gpus_per_node is None:
@@ -64,8 +64,8 @@ def train_command(run: Path, changes: Sequence[str]) -> list[str]:
 def _share(grid: GridSection, size: int, nodes: int) -> int:
     if grid.auto:
         raise ValueError(
-            "grid.auto does not set the number of ranks; give --gpus-per-node (a rank on each), "
-            "or --ranks-per-node for ranks on CPUs"
+            f"the run config sets no grid, so the number of ranks on {nodes} nodes is not known; give --gpus-per-node (a rank on "
+            "each), or --ranks-per-node for ranks on CPUs"
         )
     if size % nodes:
         fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
@@ -80,9 +80,9 @@ def _remedy(grid: GridSection, size: int, world: World) -> str:
     remedies = []
     if size % world.ranks_per_node == 0:
         remedies.append(f"--nodes {size // world.ranks_per_node}")
-    rest = grid.z * grid.y * grid.x
-    if world.ranks % rest == 0:
-        remedies.append(f"--set grid.data={world.ranks // rest}")
+    rest = grid.data * grid.y * grid.x
+    if world.ranks % rest == 0:  # z, because it needs the least memory
+        remedies.append(f"--set grid.z={world.ranks // rest}")
     return " or ".join(remedies) or f"a grid of {world.ranks} ranks"
 
 

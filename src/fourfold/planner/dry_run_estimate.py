@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fourfold.mesh.axes import AXES
 from fourfold.planner.cost.compute import operation_s
@@ -20,6 +21,9 @@ from fourfold.planner.inputs.workload import Workload, from_config
 if TYPE_CHECKING:
     from fourfold.dry_run.events import Trace
     from fourfold.planner.simulate import Simulated
+
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,18 @@ class DryRunEstimate:
     """A layout's dry run: the events of one rank, and its memory."""
 
     layout: Layout
-    trace: Trace
+    traced: Trace
+    left_out: int  # micro-batches like the second one (`dry_run/micro_batches.py`)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The step with at most one of the micro-batches that were left out, which shows the memory of all."""
+        return self.with_micro_batches(min(1, self.left_out))
+
+    def with_micro_batches(self, repeated: int) -> Trace:
+        from fourfold.dry_run.micro_batches import with_repeated
+
+        return with_repeated(self.traced, repeated)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -101,7 +116,7 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         target=job.target,
         optimizer=job.optimizer,
     )
-    return DryRunEstimate(layout, done.trace)
+    return DryRunEstimate(layout, done.traced, done.left_out)
 
 
 def schedule_of(cluster: Cluster, precision: str) -> Schedule:
@@ -122,11 +137,37 @@ def simulate_step(
     dry_run: DryRunEstimate, cluster: Cluster, *, keep_spans: bool = False
 ) -> tuple[Simulated, dict[str, float]]:
     """The predicted step, and its computation by part."""
+    if keep_spans or dry_run.left_out < 2:
+        return _simulate(dry_run, dry_run.left_out, cluster, keep_spans=keep_spans)
+    # Each micro-batch in the middle takes as long as the one before it.
+    (short, short_parts), (long, long_parts) = (_simulate(dry_run, n, cluster) for n in (0, 1))
+    step = replace(
+        short,
+        step_s=_extrapolated(short.step_s, long.step_s, dry_run.left_out),
+        compute_s=_extrapolated(short.compute_s, long.compute_s, dry_run.left_out),
+        link_s=_extrapolated_all(short.link_s, long.link_s, dry_run.left_out),
+        exposed_s=_extrapolated_all(short.exposed_s, long.exposed_s, dry_run.left_out),
+    )
+    return step, _extrapolated_all(short_parts, long_parts, dry_run.left_out)
+
+
+def _extrapolated(short: float, long: float, times: int) -> float:
+    return short + (long - short) * times
+
+
+def _extrapolated_all(short: Mapping[K, float], long: Mapping[K, float], times: int) -> dict[K, float]:
+    return {key: _extrapolated(short.get(key, 0.0), value, times) for key, value in long.items()}
+
+
+def _simulate(
+    dry_run: DryRunEstimate, repeated: int, cluster: Cluster, *, keep_spans: bool = False
+) -> tuple[Simulated, dict[str, float]]:
+    """The step with so many of the micro-batches that were left out."""
     from fourfold.dry_run.events import Operation
     from fourfold.dry_run.streams import on_streams
     from fourfold.planner.simulate import predict
 
-    events, layout = dry_run.trace.events, dry_run.layout
+    events, layout = dry_run.with_micro_batches(repeated).events, dry_run.layout
     if layout.weights == "fsdp2" and cluster.target == "cuda":
         events = on_streams(events)
     step = predict(events, layout.grid, cluster, keep_spans=keep_spans)
@@ -144,9 +185,7 @@ _PART_OF_PHASE = {"recompute": "recomputation", "clip": "optimizer", "optimizer"
 _PART_OF_WORK = {"matmul": "matmul", "attention": "attention", "memory": "element-wise"}
 
 
-def as_estimate(
-    dry_run: DryRunEstimate, job: Job, workload: Workload | None, cluster: Cluster, formula_s: float | None
-) -> Estimate:
+def as_estimate(dry_run: DryRunEstimate, job: Job, workload: Workload | None, cluster: Cluster) -> Estimate:
     """A simulated step as an `Estimate`, like those of the formulas."""
     from fourfold.dry_run.events import CATEGORIES
 
@@ -166,5 +205,4 @@ def as_estimate(
         tokens / step.step_s,
         *utilisation(workload, layout, cluster.device, tokens, job.length, step.step_s),
         is_simulated=True,
-        formula_s=formula_s,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +20,12 @@ from rich.progress import track
 from fourfold.mesh.axes import divisors, factorisations
 from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, Prices
-from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, as_estimate, describe, schedule_of
+from fourfold.planner.dry_run_estimate import Job, describe, schedule_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Activations, Layout
 from fourfold.planner.search import RESERVE, Plan, Rejected, memory_limit_bytes, search, too_large
-from fourfold.planner.workers import estimate_all
+from fourfold.planner.workers import for_all, simulate_layout
 
 
 def plan(
@@ -95,17 +96,19 @@ def plan(
     formulas_s = {e.layout: e.step_s for e in found.ranked}
     simulated: list[Estimate] = []
     failed: list[Rejected] = []
-    tried: Iterable[DryRunEstimate | ValueError] = estimate_all(job, layouts)
+    tried: Iterable[Estimate | ValueError] = for_all(
+        partial(simulate_layout, job, workload, machines), layouts
+    )
     if layouts and not quiet:
         console = Console(file=sys.stderr)
         tried = track(tried, "dry run and simulation", len(layouts), console=console, transient=True)
-    for layout, dry_run in zip(layouts, tried, strict=True):
-        if isinstance(dry_run, ValueError):
-            failed.append(Rejected(layout, f"the dry run: {dry_run}"))
-        elif over := too_large(layout, dry_run.trace.peak.bytes, machines, reserve, ", by the dry run"):
+    for layout, found_out in zip(layouts, tried, strict=True):
+        if isinstance(found_out, ValueError):
+            failed.append(Rejected(layout, f"the dry run: {found_out}"))
+        elif over := too_large(layout, found_out.memory.total_bytes, machines, reserve, ", by the dry run"):
             failed.append(over)
         else:
-            simulated.append(as_estimate(dry_run, job, workload, machines, formulas_s.get(layout)))
+            simulated.append(replace(found_out, formula_s=formulas_s.get(layout)))
     simulated.sort(key=lambda e: e.step_s)
     rest = [e for e in found.ranked if e.layout not in layouts]
     return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *failed])

@@ -13,55 +13,66 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TypeVar
 
-from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, estimate_in_process
+from fourfold.planner.cost.step import Estimate
+from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, as_estimate, estimate_in_process
+from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.workload import Workload
 
 _AT_MOST = 8  # processes; each takes half a gigabyte
-_WORTH_PROCESSES = 8  # layouts; a process needs seconds to import torch
+_WORTH_PROCESSES = 4  # layouts; a process needs seconds to import torch
+
+R = TypeVar("R")
 
 
 def estimate_by_dry_run(job: Job, layout: Layout) -> DryRunEstimate:
     """The dry run of a layout."""
-    (done,) = estimate_all(job, [layout])
+    (done,) = for_all(partial(estimate_in_process, job), [layout])
     if isinstance(done, ValueError):
         raise done
     return done
 
 
-def estimate_all(job: Job, layouts: Sequence[Layout]) -> Iterator[DryRunEstimate | ValueError]:
-    """The dry run of each layout in order, or its error; in other processes if there are many or this one is a rank."""
+def simulate_layout(job: Job, workload: Workload | None, cluster: Cluster, layout: Layout) -> Estimate:
+    """The dry run of a layout, simulated on the cluster."""
+    return as_estimate(estimate_in_process(job, layout), job, workload, cluster)
+
+
+def for_all(task: Callable[[Layout], R], layouts: Sequence[Layout]) -> Iterator[R | ValueError]:
+    """What ``task`` says of each layout in order, or its error; in other processes if there are many or this one is a rank."""
     if not layouts:
         return
-    import torch.distributed as dist  # takes seconds
-
-    is_rank = dist.is_available() and dist.is_initialized()
+    dist = sys.modules.get("torch.distributed")  # to import it takes seconds
+    is_rank = dist is not None and dist.is_available() and dist.is_initialized()
     if len(layouts) < _WORTH_PROCESSES and not is_rank:
-        yield from (_estimate(job, layout) for layout in layouts)
+        yield from (_tried(task, layout) for layout in layouts)
         return
     count = max(1, min(len(layouts), len(os.sched_getaffinity(0)), _AT_MOST))
     own = threading.local()
     with ExitStack() as started, ThreadPoolExecutor(count) as threads:
 
-        def estimate(layout: Layout) -> DryRunEstimate | ValueError:
+        def ask(layout: Layout) -> R | ValueError:
             if not hasattr(own, "worker"):
                 own.worker = started.enter_context(_worker())
-            done: DryRunEstimate | ValueError = own.worker(job, layout)
+            done: R | ValueError = own.worker(task, layout)
             return done
 
-        yield from threads.map(estimate, layouts)
+        yield from threads.map(ask, layouts)
 
 
-def _estimate(job: Job, layout: Layout) -> DryRunEstimate | ValueError:
+def _tried(task: Callable[[Layout], R], layout: Layout) -> R | ValueError:
     try:
-        return estimate_in_process(job, layout)
+        return task(layout)
     except ValueError as error:  # without what cannot be sent to another process
         return ValueError(str(error)).with_traceback(error.__traceback__)
 
 
 @contextmanager
-def _worker() -> Iterator[Callable[[Job, Layout], DryRunEstimate | ValueError]]:
-    """`_estimate` in a process that runs one dry run after another."""
+def _worker() -> Iterator[Callable[[Callable[[Layout], R], Layout], R | ValueError]]:
+    """`_tried` in a process that runs one dry run after another."""
     paths = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
         [sys.executable, "-m", "fourfold.planner.workers"],
@@ -73,18 +84,18 @@ def _worker() -> Iterator[Callable[[Job, Layout], DryRunEstimate | ValueError]]:
         assert asked is not None
         assert answers is not None
 
-        def estimate(job: Job, layout: Layout) -> DryRunEstimate | ValueError:
+        def ask(task: Callable[[Layout], R], layout: Layout) -> R | ValueError:
             try:
-                pickle.dump((job, layout), asked)
+                pickle.dump((task, layout), asked)
                 asked.flush()
-                result: DryRunEstimate | ValueError = pickle.load(answers)
+                result: R | ValueError = pickle.load(answers)
             except (EOFError, BrokenPipeError):
                 raise RuntimeError(
                     f"the process of the dry run of {layout} ended; see what it printed"
                 ) from None
             return result
 
-        yield estimate
+        yield ask
 
 
 def main() -> None:
@@ -95,7 +106,7 @@ def main() -> None:
             given = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(_estimate(*given), answers)
+        pickle.dump(_tried(*given), answers)
         answers.flush()
 
 

@@ -1,4 +1,7 @@
-"""`grid.auto`: the planner's fastest layout for the available ranks, as if the run config had it.
+"""The layout of a run whose config sets no grid, as if the config had it.
+
+With `grid.cluster` it is the planner's fastest one for the available ranks. Otherwise nothing is known of the machines, and
+all ranks are on z (FSDP), with small micro-batches.
 
 A restart on a different number of ranks gets a different layout with the same global batch. A restart on the same number of
 ranks keeps the layout of the newest checkpoint, without waiting for the planner.
@@ -15,12 +18,17 @@ from fourfold.checkpoint.manifest import CorruptCheckpointError
 from fourfold.checkpoint.state import read_values
 from fourfold.config.run_file import from_dict
 from fourfold.config.schema import CHOSEN_ALONG, RunConfig
+from fourfold.mesh.axes import divisors
 
 if TYPE_CHECKING:
+    from fourfold.planner.cost.step import Estimate
     from fourfold.planner.inputs.layout import Layout
+    from fourfold.planner.search import Plan
 
 
 MAX_IDLE = 64  # ranks that a layout may leave unused
+# Where nothing is known of the devices: tokens of a micro-batch, unless a sequence is longer.
+MICRO_BATCH_TOKENS = 8192
 # What a layout is chosen for.
 _INPUTS = attrgetter(
     "grid.cluster", "model", "sequences", "data.sequence_length", "engine.precision", "optimizer.name"
@@ -34,15 +42,30 @@ def resume_or_choose_layout(
     kept = layout_of_checkpoint(run, ranks)
     if kept is not None:
         return kept
+    is_restart = _newest_values(run) is not None
     # In a restart ranks wait: choose by formulas alone then, in less than a second.
-    simulate = 0 if _newest_values(run) is not None else simulate
+    simulate = 0 if is_restart else simulate
     errors: list[ValueError] = []
     for used in range(ranks, max(0, ranks - MAX_IDLE - 1), -1):
         try:
             return choose_layout(run, used, simulate=simulate, quiet=quiet)
+        except UndividedEvaluation as error:
+            if not is_restart:  # idle ranks cost more than another number of samples
+                raise
+            errors.append(error)
         except ValueError as error:
             errors.append(error)
     raise errors[0]
+
+
+class UndividedEvaluation(ValueError):
+    """Layouts can train, but the samples of the evaluation do not divide over their ranks."""
+
+    def __init__(self, sequences: int, parts: int) -> None:
+        super().__init__(
+            f"evaluation.sequences={sequences} does not divide over data*z = {parts} ranks; use "
+            f"{-(-sequences // parts) * parts}"
+        )
 
 
 def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
@@ -71,12 +94,9 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
     )
     if not is_same:
         return None
-    sections = {
-        "grid": before.grid,
-        "engine": before.engine,
-        "batch": run.batch.model_copy(update={"micro_batch_sequences": before.batch.micro_batch_sequences}),
-    }
-    return run.model_copy(update=sections)
+    rows = before.batch.micro_batch_sequences
+    found = _with_sections(run, batch={"micro_batch_sequences": rows})
+    return found.model_copy(update={"grid": before.grid, "engine": before.engine})
 
 
 def _newest_values(run: RunConfig) -> dict[str, Any] | None:
@@ -90,66 +110,103 @@ def _newest_values(run: RunConfig) -> dict[str, Any] | None:
 
 
 def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False) -> RunConfig:
-    """The run with the planner's layout. Engine options that the run config sets stay; the planner chooses the others.
+    """The run with a layout for these ranks. Options that the run config sets stay.
 
     Ranks wait for it, so fewer layouts are simulated than by `fourfold plan`.
     """
+    if run.grid.cluster is None:
+        return all_on_z(run, ranks)
     from fourfold.planner.plan import plan
     from fourfold.train.loop.model import model_config
 
-    engine = run.engine
     found = plan(
         model_config(run.model),
-        str(run.grid.cluster),
+        run.grid.cluster,
         ranks,
-        sequences=run.sequences,
-        length=run.data.sequence_length,
+        **plan_options(run),
         simulate=simulate,
-        weights=engine.weights if engine.weights != "auto" else None,
-        precision=engine.precision,
-        optimizer=run.optimizer.name,
-        checkpointing=(engine.activation_checkpointing,)
-        if _sets(run, "activation_checkpointing")
-        else ("none", "full"),
-        activations=engine.activations if engine.activations != "auto" else None,
-        keep_inputs=(engine.keep_inputs,) if _sets(run, "keep_inputs") else (True, False),
         quiet=quiet,
     )
-    micro_batch_rows = run.batch.micro_batch_sequences
-    ranked = [
-        estimate.layout
-        for estimate in found.ranked
-        if micro_batch_rows is None
-        or _micro_batch_rows(run, estimate.layout)
-        == min(micro_batch_rows, run.sequences // (estimate.layout.data * estimate.layout.z))
-    ]
-    if found.ranked and not ranked:
+    return with_layout(run, fastest(run, found).layout)
+
+
+def all_on_z(run: RunConfig, ranks: int) -> RunConfig:
+    """The run with all ranks on z, which needs the least memory for weights of what is fast on most machines."""
+    if run.sequences % ranks:
+        length = run.data.sequence_length
+        near = max(1, round(run.sequences / ranks)) * ranks * length
         raise ValueError(
-            f"no layout of {ranks} ranks that can train this model takes batch.micro_batch_sequences={micro_batch_rows}; leave it "
-            f"out, or use {_micro_batch_rows(run, found.ranked[0].layout)}, which is the fastest"
+            f"batch.tokens={run.batch.tokens} are {run.sequences} sequences, which do not divide over {ranks} ranks; use "
+            f"{near}, another number of ranks, or set grid.x"
         )
-    # The samples of the evaluation are divided among the ranks as those of the batch.
-    fitting = [layout for layout in ranked if run.evaluation.sequences % (layout.data * layout.z) == 0]
-    if ranked and not fitting:
-        layout = ranked[0]
-        raise ValueError(
-            f"evaluation.sequences={run.evaluation.sequences} does not divide over the data*z of any layout of {ranks} ranks; "
-            f"use a multiple of {layout.data * layout.z}, which is the fastest"
-        )
+    if run.evaluation.sequences % ranks:
+        raise UndividedEvaluation(run.evaluation.sequences, ranks)
+    rows = run.batch.micro_batch_sequences
+    if rows is None:
+        most = max(1, MICRO_BATCH_TOKENS // run.data.sequence_length)
+        rows = max(n for n in divisors(run.sequences // ranks) if n <= most)
+    return _with_sections(
+        run, grid={"data": 1, "z": ranks, "y": 1, "x": 1}, batch={"micro_batch_sequences": rows}
+    )
+
+
+def plan_options(run: RunConfig) -> dict[str, Any]:
+    """The arguments of `fourfold.plan` by which it considers what the run config leaves open."""
+    engine = run.engine
+    return {
+        "sequences": run.sequences,
+        "length": run.data.sequence_length,
+        "weights": engine.weights if engine.weights != "auto" else None,
+        "precision": engine.precision,
+        "optimizer": run.optimizer.name,
+        "checkpointing": (engine.activation_checkpointing,)
+        if _sets(run, "activation_checkpointing")
+        else ("none", "full"),
+        "activations": engine.activations if engine.activations != "auto" else None,
+        "keep_inputs": (engine.keep_inputs,) if _sets(run, "keep_inputs") else (True, False),
+    }
+
+
+def fastest(run: RunConfig, found: Plan) -> Estimate:
+    """The fastest layout of a plan that agrees with the run config."""
     if not found.ranked:
         why = "; ".join(f"{r.layout}: {r.reason}" for r in found.rejected[:3])
         raise ValueError(
-            f"no layout of {ranks} ranks can train this model on {run.grid.cluster}: {why}; use more ranks, or another "
+            f"no layout of {found.ranks} ranks can train this model on {run.grid.cluster}: {why}; use more ranks, or another "
             "batch.tokens"
         )
-    return with_layout(run, fitting[0])
+    rows = run.batch.micro_batch_sequences
+    ranked = [
+        estimate
+        for estimate in found.ranked
+        if rows is None
+        or _micro_batch_rows(run, estimate.layout)
+        == min(rows, run.sequences // (estimate.layout.data * estimate.layout.z))
+    ]
+    if not ranked:
+        raise ValueError(
+            f"no layout of {found.ranks} ranks that can train this model takes batch.micro_batch_sequences={rows}; leave it "
+            f"out, or use {_micro_batch_rows(run, found.ranked[0].layout)}, which is the fastest"
+        )
+    # The samples of the evaluation are divided among the ranks as those of the batch.
+    sequences = run.evaluation.sequences
+    fitting = [e for e in ranked if sequences % (e.layout.data * e.layout.z) == 0]
+    if not fitting:
+        raise UndividedEvaluation(sequences, ranked[0].layout.data * ranked[0].layout.z)
+    return fitting[0]
 
 
 def with_layout(run: RunConfig, layout: Layout) -> RunConfig:
     """The run with a layout's grid, micro-batches and engine; engine options that the run config sets stay."""
+    return _with_sections(run, **layout_fields(run, layout))
+
+
+def layout_fields(run: RunConfig, layout: Layout) -> dict[str, dict[str, Any]]:
+    """The fields of a run config that say what a layout says, by their sections."""
     kept_bytes = run.engine.keep_weights_bytes
-    changes: dict[str, dict[str, Any]] = {
-        "grid": {"auto": False, "data": layout.data, "z": layout.z, "y": layout.y, "x": layout.x},
+    return {
+        "grid": {"data": layout.data, "z": layout.z, "y": layout.y, "x": layout.x},
+        "batch": {"micro_batch_sequences": _micro_batch_rows(run, layout)},
         "engine": {
             "activations": layout.activations,
             "keep_inputs": layout.keep_inputs,
@@ -157,8 +214,18 @@ def with_layout(run: RunConfig, layout: Layout) -> RunConfig:
             "weights": layout.weights,
             "keep_weights_bytes": kept_bytes if _sets(run, "keep_weights_bytes") else layout.keep_bytes,
         },
-        "batch": {"micro_batch_sequences": _micro_batch_rows(run, layout)},
     }
+
+
+def without_layout(run: RunConfig) -> RunConfig:
+    """The run as if its config set neither a grid nor micro-batches: what a plan is made for."""
+    values = run.model_dump(exclude_unset=True)
+    values["grid"] = {"cluster": run.grid.cluster}
+    values.get("batch", {}).pop("micro_batch_sequences", None)
+    return from_dict(values)
+
+
+def _with_sections(run: RunConfig, **changes: dict[str, Any]) -> RunConfig:
     sections = {name: getattr(run, name).model_copy(update=fields) for name, fields in changes.items()}
     return run.model_copy(update=sections)
 

@@ -80,7 +80,7 @@ def with_replica_logs(run: RunConfig) -> RunConfig:
 
 
 def resolve_layout(run: RunConfig) -> RunConfig:
-    """The run with its layout; with ``grid.auto`` rank 0 runs the planner for all ranks."""
+    """The run with its layout; if the run config sets no grid, rank 0 chooses one for all ranks."""
     if not run.grid.auto:
         return run
     chosen: RunConfig | str = ""

@@ -58,18 +58,10 @@ def model_config(model: ModelSection) -> Any:
     """The Hugging Face configuration in a file, in a folder or of a hub id."""
     where = model.config or model.pretrained
     assert where is not None
-    looks_local = where.suffix == ".json" or where.is_absolute() or str(where).startswith(".")
-    if not where.exists() and looks_local:
-        field = "config" if model.config else "pretrained"
-        raise ValueError(
-            f"model.{field}: there is no {where}; give a config.json, a folder with one, or a hub id"
-        )
     try:
-        return untrusted_input.load_model_config(where)
-    except OSError as error:
-        raise ValueError(
-            f"{where} is neither a folder with a config.json nor a hub id that can be reached: {error}"
-        ) from None
+        return untrusted_input.load_model_config(untrusted_input.find_model_config(where))
+    except ValueError as error:
+        raise ValueError(f"model.{'config' if model.config else 'pretrained'}: {error}") from None
 
 
 def _local_folder(name: Path) -> Path:
