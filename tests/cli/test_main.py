@@ -2,6 +2,8 @@
 
 import errno
 import resource
+import subprocess
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -93,3 +95,23 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"fourfold {version('fourfold')}\n"
+
+
+def test_a_reader_that_ends_early_is_not_an_error():
+    command = [
+        sys.executable,
+        "-m",
+        "fourfold",
+        "plan",
+        "--size",
+        "1b",
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "8",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -48,17 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (
+        data,  # in the order of a user's way
+        init,
         plan,
         dryrun,
-        calibrate,
-        checkpoint,
-        export,
-        data,
-        init,
         train,
         report,
+        export,
         launch,
+        checkpoint,
         drill,
+        calibrate,
         doctor,
     ):
         command.add_to(commands)
@@ -69,10 +71,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exit_code_of(work: Callable[[], int]) -> int:
     """The exit code of a command: errors of the user are fatal, errors of the machine may be gone after a restart."""
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()
+        return code
     except (ValueError, OSError) as error:  # anything else is a bug, and keeps its traceback
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 1
         print(f"fourfold: {error}", file=sys.stderr)
         return REFUSED if isinstance(error, _NEEDS_A_PERSON) else 1
+
+
+def _nobody_reads() -> bool:
+    """Did the reader of our output end, as in `fourfold plan ... | head`? Then no more is written."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if not any(state & select.POLLERR for _, state in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left at its exit
+    return True
 
 
 if __name__ == "__main__":
