@@ -27,7 +27,9 @@ from fourfold.train.auto_layout import (
     with_layout,
     without_layout,
 )
+from fourfold.train.callbacks import callbacks_of
 from fourfold.train.loop.trainer import Trainer, micro_batches
+from fourfold.train.observe.evaluate import Evaluation
 from fourfold.train.observe.run_metadata import run_metadata
 from fourfold.train.run import resolve_layout, train
 from tests.training import on, write_run
@@ -54,6 +56,29 @@ def test_too_little_validation_text_is_rejected(values: dict[str, Any]) -> None:
     long = on(values, (1, 1, 1, 1), data={"sequence_length": 512}, batch={"tokens": 1024})
     with pytest.raises(ValueError, match="no source has 512 tokens of validation text"):
         check(long)
+    check(
+        on(
+            values,
+            (1, 1, 1, 1),
+            data={"sequence_length": 512},
+            batch={"tokens": 1024},
+            evaluation={"sequences": 0},
+        )
+    )
+
+
+def test_without_validation_text_init_turns_the_evaluation_off(
+    values: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    file, data = tmp_path / "run.toml", values["data"]["sources"][0]["path"]
+    assert main(["init", str(file), "--size", "1b", "--data", data]) == 0  # sequences of 4,096 tokens
+    assert (
+        "tokens of validation text, less than one sample of 4096: the run does not evaluate"
+        in capsys.readouterr().err
+    )
+    run = load_run(file)
+    assert run.evaluation.sequences == 0
+    assert not any(isinstance(callback, Evaluation) for callback in callbacks_of(run))
 
 
 def test_a_model_with_a_small_vocabulary_is_rejected(values: dict[str, Any], tmp_path: Path) -> None:

@@ -93,6 +93,13 @@ def init(options: argparse.Namespace) -> int:
         "checkpoints.folder": str(folder / "checkpoints"),
         "logging.folder": str(folder / "logs"),
     }
+    if (held_out := data.tokens("validation")) < (length := chosen["data.sequence_length"]):
+        chosen["evaluation.sequences"] = 0
+        print(
+            f"{options.data} has {held_out} tokens of validation text, less than one sample of {length}: the run does not "
+            "evaluate; for a validation loss, prepare the data with a larger --validation",
+            file=sys.stderr,
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(starting_file(about, chosen))
     print(f"wrote {' and '.join(map(str, written))}; next: fourfold train {file}")

@@ -14,6 +14,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     field_validator,
@@ -227,8 +228,8 @@ class EvaluationSection(Section):
 
     every_steps: PositiveInt | None = 200
     """Steps between two evaluations; none: only at the end."""
-    sequences: PositiveInt = 64
-    """Samples of the validation split, over all ranks."""
+    sequences: NonNegativeInt = 64
+    """Samples of the validation split, over all ranks; 0: no evaluation."""
 
 
 class LoggingSection(Section):

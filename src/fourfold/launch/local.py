@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fourfold.config.schema import RunConfig
-from fourfold.data.manifest import SPLITS, DatasetManifest
+from fourfold.data.manifest import DatasetManifest
 from fourfold.train.loop.model import model_config
 from fourfold.train.loop.trainer import micro_batches, open_data
 
@@ -38,8 +38,9 @@ def local_ranks(run: RunConfig, ranks: int | None) -> int:
 
 def check(run: RunConfig) -> None:
     """Reject once, before ranks start, what every rank would reject."""
-    for split in SPLITS:
-        open_data(run, split)
+    open_data(run, "train")
+    if run.evaluation.sequences:
+        open_data(run, "validation")
     vocabulary = DatasetManifest.load(run.data.sources[0].path).tokenizer.vocab_size
     config = model_config(run.model)
     if config.vocab_size < vocabulary:

@@ -28,10 +28,10 @@ def callbacks_of(run: RunConfig) -> list[Callback]:
     callbacks += [
         ReplicaConsistencyCheck(reliability.check_every_steps),
         Stragglers(max(1, reliability.check_every_steps // 2), reliability.straggler_factor),
-        Evaluation(run.evaluation.sequences, run.evaluation.every_steps),
-        Meter(),
-        JsonLines(logging.folder),
     ]
+    if run.evaluation.sequences:
+        callbacks.append(Evaluation(run.evaluation.sequences, run.evaluation.every_steps))
+    callbacks += [Meter(), JsonLines(logging.folder)]
     if logging.tensorboard:
         callbacks.append(TensorBoard(logging.folder))
     if logging.wandb_project is not None:

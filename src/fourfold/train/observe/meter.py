@@ -38,7 +38,7 @@ _PRESET_OF = (
 def is_logged(trainer: Trainer, step: int) -> bool:
     """Is this step logged? Every ``logging.every_steps`` steps, those with an evaluation, and the last."""
     run = trainer.run
-    evaluates = run.evaluation.every_steps
+    evaluates = run.evaluation.every_steps if run.evaluation.sequences else None
     is_evaluated = evaluates is not None and step % evaluates == 0
     return step % run.logging.every_steps == 0 or is_evaluated or step == run.schedule.steps
 
