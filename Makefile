@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 setup:  ## a development environment in .venv
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0 'setuptools>=77'
-	$(BIN)/pip install --no-build-isolation -e '.[dev,docs,bench]' torch==2.13.0
+	$(BIN)/pip install --no-build-isolation -e '.[dev,docs,bench]' torch==2.13.0 --constraint .ci/constraints.txt
 
 check:  ## lint, format, types
 	$(BIN)/ruff check .
@@ -28,7 +28,7 @@ reference:  ## the pages of docs/reference and docs/verification, from the code 
 
 bench:  ## list the benchmarks, and run the quickest
 	@echo "benchmarks, each run by 'python -m benchmarks.<name>':"
-	@ls benchmarks/*.py | sed -e 's|benchmarks/|  |' -e 's|\.py$$||' | grep -v ' __'
+	@grep -l '__name__ == "__main__"' benchmarks/*.py benchmarks/*/__main__.py | sed -e 's|benchmarks/|  |' -e 's|/__main__.py$$||' -e 's|\.py$$||'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.parity --ranks 8 --quick
 
 release-check:  ## build, check the metadata, install from the wheel in an empty environment, train

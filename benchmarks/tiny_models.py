@@ -65,7 +65,12 @@ def families() -> list[Family]:
 
 
 def find_family(name: str) -> Family:
-    return next(f for f in families() if f.name == name)
+    for family in families():
+        if family.name == name:
+            return family
+    raise ValueError(
+        f"{name!r} is not a family with a tensor-parallel plan, nor one of EXTRA_FAMILIES (benchmarks/tiny_configs.py); add it there"
+    )
 
 
 def tiny_model(family: Family, *, seed: int = 0) -> PreTrainedModel:

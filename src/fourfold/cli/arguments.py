@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,6 +39,8 @@ def add_engine(parser: argparse.ArgumentParser, *names: str, unless: str = "") -
         choices = [choice for choice in get_args(field.annotation) if not (unless and choice == "auto")]
         given: dict[str, Any] = {"choices": choices} if choices else {"type": field.annotation}
         about = str(field.description)
+        if unless:  # that says what would be chosen
+            about = re.sub("; auto: [^;.]*", "", about)
         about = f"{about[0].lower()}{about[1:].removesuffix('.')} (default: {unless or field.default})"
         if field.annotation is bool:
             given = {"action": argparse.BooleanOptionalAction}
