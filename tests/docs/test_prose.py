@@ -16,6 +16,7 @@ OF_OTHERS = {
     "--build-arg": "docker",
     "--requeue": "sbatch",
     "--heartbeat_timeout_ms": "torchft_lighthouse",
+    "--ntasks-per-node": "srun",
     "--numa-binding": "torchrun",
     "--rdzv-endpoint": "torchrun",
     "--rdzv-conf": "torchrun",

@@ -211,6 +211,8 @@ def test_export_includes_the_tokenizer_and_a_model_card(pool: RankPool, tmp_path
     assert tokenizer.decode(tokenizer("def f(x):").input_ids) == "def f(x):"
     # LlamaConfig says 2; the text was cut with another token.
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == data.tokenizer.eos_id != 2
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.use_cache
 
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n")

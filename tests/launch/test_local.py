@@ -17,7 +17,7 @@ from fourfold import Grid
 from fourfold.cli.main import main
 from fourfold.config.describe import SIZES
 from fourfold.config.run_file import from_dict, load_run
-from fourfold.config.schema import CHOSEN_ALONG, RunConfig
+from fourfold.config.schema import CHOSEN_ALONG, EvaluationSection, RunConfig
 from fourfold.launch.local import check, local_ranks
 from fourfold.planner.inputs.layout import Layout
 from fourfold.processes import CONTINUE
@@ -56,15 +56,8 @@ def test_too_little_validation_text_is_rejected(values: dict[str, Any]) -> None:
     long = on(values, (1, 1, 1, 1), data={"sequence_length": 512}, batch={"tokens": 1024})
     with pytest.raises(ValueError, match="no source has 512 tokens of validation text"):
         check(long)
-    check(
-        on(
-            values,
-            (1, 1, 1, 1),
-            data={"sequence_length": 512},
-            batch={"tokens": 1024},
-            evaluation={"sequences": 0},
-        )
-    )
+    with pytest.raises(ValueError, match="longer than the 64 positions"):  # the next check
+        check(long.model_copy(update={"evaluation": EvaluationSection(sequences=0)}))
 
 
 def test_without_validation_text_init_turns_the_evaluation_off(
@@ -90,6 +83,17 @@ def test_a_model_with_a_small_vocabulary_is_rejected(values: dict[str, Any], tmp
         check(on(values | {"model": {"config": str(tmp_path)}}, (1, 1, 1, 1)))
     with pytest.raises(ValueError, match=r"model.config: there is no config.json at .*missing.json"):
         check(on(values | {"model": {"config": str(tmp_path / "missing.json")}}, (1, 1, 1, 1)))
+
+
+def test_sequences_longer_than_the_positions_of_the_model_are_rejected(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    config = json.loads((Path(values["model"]["pretrained"]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    with pytest.raises(
+        ValueError, match=r"data.sequence_length=\d+ is longer than the 8 positions of the model"
+    ):
+        check(on(values | {"model": {"config": str(tmp_path)}}, (1, 1, 1, 1)))
 
 
 def test_the_number_of_ranks_follows_the_grid_or_the_option(values: dict[str, Any]) -> None:
@@ -240,6 +244,7 @@ def test_init_takes_a_pretrained_model_or_an_architecture(
     run = load_run(file)
     assert (run.model.pretrained, run.model.config) == (None, Path(model))
     assert run.optimizer.lr == SIZES["1m"].lr
+    assert run.data.sequence_length == min(positions, SIZES["1m"].length)
 
 
 @pytest.mark.parametrize("option", ["--pretrained", "--config"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,12 @@ def prepare(options: argparse.Namespace) -> int:
         )
     print(manifest.describe(options.folder))
     print(f"took {time.perf_counter() - start_s:.1f} s")
+    if options.validation and not manifest.tokens("validation"):
+        print(
+            f"warning: --validation {options.validation} held out no document; for a validation loss prepare with a larger one "
+            "and --overwrite",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -31,7 +31,7 @@ LEAST_OPEN_FILES = 4096  # each rank has a connection to many others
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="show devices, versions and network, what a run would use here, and what to mend",
+        help="show devices, versions and network, what a run would use here, and what to fix",
         description="Show the devices, versions and network of this machine, what a run would use here and why, and what to "
         "mend. It does not start ranks: `torchrun --nproc-per-node 8 -m fourfold.selftest` does, and checks that they are exact.",
         epilog="Example: fourfold doctor",

@@ -21,7 +21,7 @@ def add_to(commands: Any) -> None:
         "dryrun",
         help="run one rank's step on any grid without a device: memory, traffic, errors",
         description="Run the training code of one rank of any grid on fake tensors: memory by category, every collective, "
-        "every operation, and every error that a real run would raise. Nothing is measured.",
+        "every operation, and the errors that model and grid would raise. Nothing is measured.",
         epilog="Example: fourfold dryrun run.toml --set grid.z=64 --set grid.x=4",
     )
     parser.add_argument(

@@ -60,6 +60,7 @@ def init(options: argparse.Namespace) -> int:
     from fourfold.config.describe import SIZES, pretraining, sized_model_config, starting_file
     from fourfold.config.run_file import ConfigError
     from fourfold.data.manifest import NAME, DatasetManifest
+    from fourfold.planner.inputs.workload import from_config
 
     file: Path = options.file
     if options.size not in SIZES:
@@ -84,9 +85,11 @@ def init(options: argparse.Namespace) -> int:
         config = folder / "config.json"
         config.parent.mkdir(parents=True, exist_ok=True)
         sizes = sized_model_config(options.size, data.tokenizer.vocab_size)
+        sizes |= dict.fromkeys(("bos_token_id", "eos_token_id"), data.tokenizer.eos_id)
         config.write_text(json.dumps(sizes, indent=2) + "\n")
         written.append(config)
-        about = f"A run of a {options.size.upper()} model."
+        parameters = from_config(sizes).parameters
+        about = f"A run of a {options.size.upper()} model: a Llama with {parameters:,.0f} parameters."
         chosen = {"model.config": str(config), **pretraining(options.size)}
     chosen |= {
         "data.sources": [{"path": str(options.data)}],
@@ -117,17 +120,23 @@ def _fine_tuning(model: str, data: DatasetManifest) -> tuple[str, dict[str, Any]
             "save_pretrained, or use --config for random init"
         )
     _warn_of_another_tokenizer(model, data)
-    # Those of GPT-2 and of other families.
-    positions = int(config.get("max_position_embeddings") or config.get("n_positions") or sys.maxsize)
-    chosen = fine_tuning(size, positions=positions, train_tokens=data.tokens("train"))
+    chosen = fine_tuning(size, positions=_positions(config), train_tokens=data.tokens("train"))
     return f"Fine-tunes {model}.", {"model.pretrained": model, **chosen}
 
 
 def _random_init(model: str, data: DatasetManifest) -> tuple[str, dict[str, Any]]:
     from fourfold.config.describe import pretraining
 
-    size, _ = _read(model, data)
-    return f"Trains {model} from random init.", {"model.config": model, **pretraining(size)}
+    size, config = _read(model, data)
+    chosen = pretraining(size)
+    length = min(_positions(config), chosen["data.sequence_length"])
+    chosen |= {"model.config": model, "data.sequence_length": length}
+    return f"Trains {model} from random init.", chosen
+
+
+def _positions(config: dict[str, Any]) -> int:
+    """The longest sequence that a model takes; GPT-2 has another name for it."""
+    return int(config.get("max_position_embeddings") or config.get("n_positions") or sys.maxsize)
 
 
 def _read(model: str, data: DatasetManifest) -> tuple[str, dict[str, Any]]:
@@ -170,7 +179,11 @@ def config(options: argparse.Namespace) -> int:
     from fourfold.config.schema import RunConfig
 
     if options.file is not None:
-        print(load_run(options.file, options.set).model_dump_json(indent=2))
+        run = load_run(options.file, options.set)
+        shown = run.model_dump(mode="json")
+        if run.grid.auto:  # sizes would look as if they were set
+            shown["grid"] = {"cluster": run.grid.cluster} if run.grid.cluster else "auto"
+        print(json.dumps(shown, indent=2))
     elif options.schema:
         print(json.dumps(RunConfig.model_json_schema(), indent=2))
     else:

@@ -197,6 +197,8 @@ def _checked(options: argparse.Namespace, *, plans_here: bool) -> tuple[Any, Any
         ranks_per_node=options.ranks_per_node,
         gpus_per_node=options.gpus_per_node,
     )
+    if plans_here:
+        _check_data(config)
     if grid.auto and (plans_here or grid.cluster is None):
         from fourfold.train.auto_layout import choose_layout  # torch takes seconds to import
 
@@ -208,6 +210,22 @@ def _checked(options: argparse.Namespace, *, plans_here: bool) -> tuple[Any, Any
             file=sys.stderr,
         )
     return config, world
+
+
+def _check_data(config: Any) -> None:
+    """Reject what every rank would reject, unless the data or the model is where only the nodes see it."""
+    from fourfold.data.manifest import NAME
+    from fourfold.launch.local import check
+
+    absent = [str(source.path) for source in config.data.sources if not (Path(source.path) / NAME).exists()]
+    model = config.model.pretrained or config.model.config
+    if not absent and Path(model).exists():
+        check(config)
+    elif absent:
+        print(
+            f"warning: {', '.join(absent)} is not a prepared data set on this machine; the job checks it when it starts",
+            file=sys.stderr,
+        )
 
 
 def _check_checkpoints_persist(checkpoints: str, claim: Path | None, folder: Path | None) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--seq-len", type=positive, help=f"tokens per sequence ({given})")
     batch = parser.add_mutually_exclusive_group()
     batch.add_argument("--global-batch-size", type=positive, help=f"the global batch in sequences ({given})")
-    batch.add_argument("--batch-tokens", type=amount, help="the global batch in tokens, such as 4M")
+    batch.add_argument(
+        "--batch-tokens",
+        type=partial(amount, thousand=1024),
+        metavar="TOKENS",
+        help="the global batch in tokens, such as 4194304, or 4M for 4 x 1024 x 1024",
+    )
     parser.add_argument(
         "--simulate",
         type=int,
@@ -144,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
         print(f"wrote {options.trace}: open it in ui.perfetto.dev")
     if options.write:
-        print(_write(options.write, plan, sequences, length))
+        print(_write(options.write, plan, sequences, length, precision))
     return 0
 
 
@@ -237,7 +243,7 @@ def _sequences(tokens: float, length: int) -> int:
     return sequences
 
 
-def _write(file: Path, plan: Plan, sequences: int, length: int) -> str:
+def _write(file: Path, plan: Plan, sequences: int, length: int, precision: str) -> str:
     """Write the fastest layout into a run config that was planned; what was written."""
     from fourfold.config.edit import with_fields
     from fourfold.train.auto_layout import fastest, layout_fields, without_layout
@@ -247,6 +253,11 @@ def _write(file: Path, plan: Plan, sequences: int, length: int) -> str:
         raise ValueError(
             f"{file} has a batch of {run.sequences} x {run.data.sequence_length} tokens, and the plan is for {sequences} x "
             f"{length}; plan the run config itself: fourfold plan {file}"
+        )
+    if run.engine.precision != precision:
+        raise ValueError(
+            f"{file} has engine.precision={run.engine.precision}, and the plan is for {precision}; plan the run config itself, or "
+            f"change it with --set engine.precision={precision}"
         )
     best = fastest(without_layout(run), plan).layout
     fields = layout_fields(run, best)
@@ -271,14 +282,15 @@ def _billions(workload: Workload) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e8 else f"{count / 1e6:.1f}M"
 
 
-def amount(text: str) -> float:
+def amount(text: str, thousand: int = 1000) -> float:
     """A number with an optional suffix K, M, B or T.
 
     Example:
-        >>> amount("4M")
-        4000000.0
+        >>> amount("4M"), amount("4M", thousand=1024)
+        (4000000.0, 4194304.0)
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmMbBgGtT]?)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount; give a number such as 4000000 or 4M")
-    return float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}[match[2].lower()]
+    power = {"": 0, "k": 1, "m": 2, "b": 3, "g": 3, "t": 4}[match[2].lower()]
+    return float(match[1]) * float(thousand) ** power

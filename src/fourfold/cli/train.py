@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,9 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
     for number in SIGNALS:  # a second signal must not kill the exiting process
         signal.signal(number, signal.SIG_IGN)
     if os.environ.get("RANK", "0") == "0":
+        given = [str(options.file), *(word for change in options.set for word in ("--set", change))]
         print(
-            f"stopped and saved; resume with the same command: fourfold train {options.file}", file=sys.stderr
+            f"stopped and saved; resume with the same command: {shlex.join(['fourfold', 'train', *given])}",
+            file=sys.stderr,
         )
     return CONTINUE

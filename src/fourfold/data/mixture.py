@@ -64,7 +64,7 @@ def open_mixture(
     if not opened:
         raise ValueError(
             f"no source has {length} tokens of {split} text, which one sample takes; prepare with a larger "
-            "--validation, use a shorter data.sequence_length, or train without evaluation (evaluation.sequences=0)"
+            "--validation and --overwrite, use a shorter data.sequence_length, or train without evaluation (evaluation.sequences=0)"
         )
     order = Order(seed, tuple(len(samples) for samples, _ in opened), tuple(weight for _, weight in opened))
     identity = {

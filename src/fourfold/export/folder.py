@@ -80,7 +80,11 @@ def export(
         # Last: where folders cannot be renamed, from_pretrained loads no folder without it.
         if values["model"] is not None:
             files.append(CONFIG)
-            folder.write(CONFIG, [dump_json(_with_dtype(values["model"], weights.dtype))])
+            config = _with_dtype(values["model"], weights.dtype)
+            config.pop("use_cache", None)  # off for training alone
+            if chosen is not None and value_at(values, "config", "model", "pretrained") is None:
+                config |= tokenizers.special_ids(chosen)
+            folder.write(CONFIG, [dump_json(config)])
         else:
             notes.append(
                 "no config.json: the model is not a Hugging Face model, so from_pretrained cannot load it"

@@ -48,6 +48,12 @@ def check(run: RunConfig) -> None:
             f"the model has a vocabulary of {config.vocab_size} tokens, the data of {vocabulary}; set vocab_size to "
             f"{vocabulary} in its config.json, or prepare the data with the model's tokenizer"
         )
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < run.data.sequence_length:
+        raise ValueError(
+            f"data.sequence_length={run.data.sequence_length} is longer than the {positions} positions of the model; use at most "
+            f"{positions}, or a model whose config.json has a larger max_position_embeddings"
+        )
     # torchft replicas take shares of any size.
     if not run.grid.auto and run.reliability.torchft_lighthouse is None:
         parts = run.grid.data * run.grid.z

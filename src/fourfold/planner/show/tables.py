@@ -43,7 +43,7 @@ def show_plan(plan: Plan, cluster: Cluster, title: str, rows: int = 10, width: i
         example = next(r for r in plan.rejected if _kind_of(r.reason) == reason)
         notes.append(f"  {count} cannot: {reason}. {example.layout}: {example.reason}")
     if cluster.assumed:
-        notes.append(f"No source gave {', '.join(cluster.assumed)} of {cluster.name}: defaults were taken.")
+        notes.append(f"Not published for {cluster.name}, so defaults are used: {', '.join(cluster.assumed)}.")
     return as_text(width, f"{title}: predictions, no device has run this", ranked, *notes, *plan.notes)
 
 
@@ -112,12 +112,12 @@ def speedups(plan: Plan) -> list[str]:
     elif y == 1:
         said = [f"The best layout has y = 1; the best with y > 1, {_slower(without_y, best)}"]
     else:
-        said = [f"y = {y} earns its place: the best layout without it, {_slower(without_y, best)}"]
+        said = [f"y = {y} is faster here: the best layout without it, {_slower(without_y, best)}"]
     other = next((e for e in plan.ranked if e.layout.by_tokens != best.layout.by_tokens), None)
     if other is not None:
         kinds = "The best layout has replicated activations; the best with sequence-parallel ones"
         if best.layout.by_tokens:
-            kinds = "Sequence-parallel activations earn their place: the best without them"
+            kinds = "Sequence-parallel activations are faster here: the best without them"
         said.append(f"{kinds}, {_slower(other, best)}")
     return said
 
