@@ -78,7 +78,7 @@ def test_explain_budget_and_json(config, capsys, tmp_path):
     found = json.loads(out.read_text())
     hours = 1e12 / found["ranked"][0]["tokens_per_s"] / 3600
     assert f"{hours:,.1f} hours" in said
-    assert f"{hours * 64 * 2:,.0f} at 2 a device hour" in said
+    assert f"{hours * 64 * 2:,.0f} at 2 per device hour" in said
     assert f"{hours * 64 * 700 / 1e6:,.1f} MWh" in said
     assert re.search(r"y = 1|y = \d+ is faster here", said)
     steps = [e["step_s"] for e in found["ranked"]]

@@ -108,6 +108,8 @@ def fine_tuning(size: str, *, positions: int, train_tokens: int) -> dict[str, An
         "schedule.steps": steps,
         "schedule.warmup_steps": -(-steps * 3 // 100),
         "schedule.min_lr_ratio": 0.0,
+        "evaluation.every_steps": min(200, max(1, steps // 10)),
+        "checkpoints.every_steps": min(200, max(1, steps // 4)),
         **({"engine.activation_checkpointing": "full"} if is_large else {}),
     }
 

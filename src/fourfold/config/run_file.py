@@ -82,7 +82,14 @@ def _message(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         known = list(fields_at(path[:-1]))
         given = path[-1].lower().replace("-", "_")
-        near = [_ALIASES[given]] if given in _ALIASES else difflib.get_close_matches(given, known, 1)
+        elsewhere = [
+            f"{section}.{given}" for section in RunConfig.model_fields if given in fields_at([section])
+        ]
+        near = (
+            [_ALIASES[given]]
+            if given in _ALIASES
+            else difflib.get_close_matches(given, known, 1) or elsewhere
+        )
         hint = f"did you mean {near[0]!r}? It" if near else "it"
         where = f"[{'.'.join(path[:-1])}]" if path[:-1] else "the file"
         return f"{where} has no field {path[-1]!r}; {hint} has {', '.join(known)}"

@@ -173,7 +173,7 @@ class BatchSection(Section):
     tokens: PositiveInt = 524_288
     """Tokens per step, over all ranks; a multiple of sequence_length."""
     micro_batch_sequences: PositiveInt | None = None
-    """Sequences per micro-batch of a rank; none: all of its sequences at once."""
+    """Sequences per micro-batch of a rank; none: all at once, or about 8192 tokens where no grid and no cluster is set."""
 
 
 # Engine fields that are chosen with the grid unless the run config sets them, in addition to those with an "auto".

@@ -89,6 +89,7 @@ class Recorder(TorchDispatchMode, Observer):
         self._module_of_node: dict[int, str] = {}
         self._last_module = ""
         self._weights = weights
+        self._shapes = set().union(*weights.values())
         self._logits = logits
 
     def label(self, tensor: Tensor | None, category: Category) -> None:
@@ -270,6 +271,14 @@ class Recorder(TorchDispatchMode, Observer):
             shape = tuple(tensor.shape)
             if {shape, shape[::-1]} & self._weights.get(module.rpartition(".")[0], set()):
                 category = "gradients"
+        elif (
+            # FSDP2 casts the gradients of a micro-batch that it does not reduce.
+            phase == "backward"
+            and func is aten._to_copy.default
+            and tensor.dtype == torch.float32
+            and tuple(tensor.shape) in self._shapes
+        ):
+            category = "gradients"
         self._add(storage, category)
         return True
 

@@ -134,7 +134,7 @@ def budget(
     device_hours = hours * estimate.layout.ranks
     words = [f"{tokens:.3g} tokens take {hours:,.1f} hours, {device_hours:,.0f} device hours"]
     if price_per_hour is not None:
-        words.append(f"{device_hours * price_per_hour:,.0f} at {price_per_hour:g} a device hour")
+        words.append(f"{device_hours * price_per_hour:,.0f} at {price_per_hour:g} per device hour")
     if watts is not None:
         words.append(f"{device_hours * watts / 1e6:,.1f} MWh at {watts:g} W a device")
     return "; ".join(words)

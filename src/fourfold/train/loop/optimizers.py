@@ -43,21 +43,22 @@ def groups_by_decay(parameters: Iterable[nn.Parameter], weight_decay: float) -> 
 def learning_rate_factor(schedule: ScheduleSection, step: int) -> float:
     """The learning rate of ``step`` (from 0) as a fraction of the highest.
 
-    Warm-up, then cosine, WSD (constant with a decay at the end) or constant.
+    Warm-up, then cosine, WSD (constant with a decay at the end) or constant. `min_lr_ratio` would be reached after the last
+    step, so that no step has a learning rate of 0.
 
     Example:
         >>> plan = ScheduleSection(steps=100, warmup_steps=10, min_lr_ratio=0.1)
         >>> [round(learning_rate_factor(plan, step), 3) for step in (0, 9, 10, 55, 99)]
-        [0.1, 1.0, 1.0, 0.542, 0.1]
+        [0.1, 1.0, 1.0, 0.55, 0.1]
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     if schedule.kind == "constant":
         return 1.0
     if schedule.kind == "wsd":
-        left = min(1.0, (schedule.steps - 1 - step) / schedule.decay_steps)
+        left = min(1.0, (schedule.steps - step) / schedule.decay_steps)
     else:
-        decay_steps = max(1, schedule.steps - 1 - schedule.warmup_steps)
+        decay_steps = schedule.steps - schedule.warmup_steps
         left = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - schedule.warmup_steps) / decay_steps)))
     return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * max(0.0, left)
 

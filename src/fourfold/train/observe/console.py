@@ -47,6 +47,10 @@ class ConsoleLogger(MetricsLogger):
         if trainer.step:
             steps = trainer.run.schedule.steps
             self._print(f"resumed from step {trainer.step} of {steps}{_previous_grid(trainer)}")
+        if trainer.is_done:
+            self._print(
+                "all steps are done: use a larger schedule.steps to train on, or another checkpoints.folder to train anew"
+            )
         if self._console.is_terminal:
             self._screen = _Screen(self._console, trainer)
 

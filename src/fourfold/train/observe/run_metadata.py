@@ -73,10 +73,12 @@ def describe_run(trainer: Trainer) -> str:
     """The run in one line."""
     run, grid = trainer.run, trainer.grid
     ranks = grid.mesh.size()
+    count = -(-run.sequences // (grid.batch_ranks * trainer.micro_batch_rows))
     parts = [
         f"{trainer.report.model}, {amount(parameter_count(trainer))} parameters",
         f"{ranks} rank{'s' if ranks > 1 else ''} {grid}",
-        f"{run.sequences} x {run.data.sequence_length} tokens per step",
+        f"{run.sequences} x {run.data.sequence_length} tokens per step"
+        + (f" in {count} micro-batches of {trainer.micro_batch_rows}" if count > 1 else ""),
         f"{run.engine.precision} on {device_name(grid.device)}",
     ]
     return " · ".join(parts)
