@@ -38,6 +38,7 @@ from fourfold.mesh.grid import Grid
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 _MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_}
+_INTO = {aten.mm.out, aten.addmm.out}
 _ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -178,7 +179,8 @@ class Recorder(TorchDispatchMode, Observer):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its operators on local tensors come here next
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        # Fake tensors do not cache these, and their output is given.
+        out = kwargs["out"] if func in _INTO and _fits(*args[-2:], kwargs["out"]) else func(*args, **kwargs)
         if func.namespace == "prim":
             return out
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -336,6 +338,12 @@ def _unrecorded_sharding() -> Iterator[None]:
 
     with replaced(propagator, "propagate_op_sharding_non_cached", propagate):
         yield
+
+
+def _fits(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Is ``out`` of the shape of a product, so that it can be written?"""
+    is_product = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]
+    return is_product and out.shape == (a.shape[0], b.shape[1])
 
 
 _LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}

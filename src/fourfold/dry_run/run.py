@@ -41,7 +41,8 @@ from fourfold.parallel.loss import count_labels
 from fourfold.parallel.options import ActivationCheckpointing, ActivationsWanted, Options
 from fourfold.parallel.parallelize import arrange
 from fourfold.parallel.report import Report
-from fourfold.weights.api import Precision, Weights, no_sync
+from fourfold.weights.api import Precision, Weights, backend_of, evaluating, no_sync
+from fourfold.weights.fsdp2 import Fsdp2Weights
 from fourfold.weights.overlap import Overlap
 
 
@@ -197,12 +198,26 @@ class _Step:
                     self.recorder.label(tensor, "parameters")
                 self.optimizer = self._make_optimizer()
                 self.ids = torch.zeros(rows, length, dtype=torch.int64)
-            # The first step finds linears that share an input, a second the order of weights with batch-split overlap.
-            for _ in range(2 if self.report.interleaved else 1):
-                self._run(self.micro_batches - 1)
+            if isinstance(backend_of(model), Fsdp2Weights):
+                self._warm_up()
+            else:
+                # The first step finds the order of weights; with batch-split overlap it is that of the second.
+                for _ in range(2 if self.report.interleaved else 1):
+                    self._run(self.micro_batches - 1)
             self.recorder.start_over()
             self._run(self.left_out)
             return self.recorder.trace()
+
+    def _warm_up(self) -> None:
+        """What a first step finds and allocates: linears that share an input, FSDP2's buffers, the state of the optimizer."""
+        with self.recorder.recording():
+            with evaluating(self.model):
+                self.model(input_ids=self.ids[:1])
+            for parameter in self.model.parameters():
+                parameter.grad = parameter.detach()
+            self.recorder.phase = "optimizer"
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         options: dict[str, Any] = {"lr": 1e-4, "foreach": self.grid.target == "cuda"}  # torch's own choice

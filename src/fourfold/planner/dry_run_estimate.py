@@ -168,14 +168,16 @@ def _simulate(
     from fourfold.planner.simulate import predict
 
     events, layout = dry_run.with_micro_batches(repeated).events, dry_run.layout
+    different = {id(e): e for e in events if isinstance(e, Operation)}  # micro-batches share them
+    seconds = {number: operation_s(event, cluster) for number, event in different.items()}
     if layout.weights == "fsdp2" and cluster.target == "cuda":
         events = on_streams(events)
-    step = predict(events, layout.grid, cluster, keep_spans=keep_spans)
+    step = predict(events, layout.grid, cluster, keep_spans=keep_spans, seconds_of=lambda e: seconds[id(e)])
     alone_s = dict.fromkeys(("matmul", "attention", "element-wise", "recomputation", "optimizer"), 0.0)
     for event in events:
         if isinstance(event, Operation):
             part = _PART_OF_PHASE.get(event.phase) or _PART_OF_WORK[event.work]
-            alone_s[part] += operation_s(event, cluster)
+            alone_s[part] += seconds[id(event)]
     # The slowdown by collectives in flight is distributed in proportion to the work.
     slower = step.compute_s / (sum(alone_s.values()) or 1.0)
     return step, {part: seconds * slower for part, seconds in alone_s.items()}

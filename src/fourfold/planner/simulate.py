@@ -45,9 +45,17 @@ class Simulated:
 
 
 def predict(
-    events: Iterable[Event], shape: tuple[int, int, int, int], cluster: Cluster, *, keep_spans: bool = False
+    events: Iterable[Event],
+    shape: tuple[int, int, int, int],
+    cluster: Cluster,
+    *,
+    keep_spans: bool = False,
+    seconds_of: Callable[[Operation], float] | None = None,
 ) -> Simulated:
-    """Simulate the events of one rank of a grid ``shape`` = (data, z, y, x) on this cluster."""
+    """Simulate the events of one rank of a grid ``shape`` = (data, z, y, x) on this cluster.
+
+    ``seconds_of``: the price of an operation, if it is known already.
+    """
     inner = inner_ranks(shape)
 
     def collective(start: Start) -> float:
@@ -63,7 +71,7 @@ def predict(
 
     return simulate(
         events,
-        lambda operation: operation_s(operation, cluster),
+        seconds_of or (lambda operation: operation_s(operation, cluster)),
         collective,
         link_of=link,
         slow_down=slow_down,
@@ -176,6 +184,9 @@ class _Tracks:
             self._land()
 
     def compute(self, work_s: float) -> None:
+        if not any(self.queues.values()):  # most of the time
+            self.now_s += work_s
+            return
         while work_s > 0:
             rates = self._rates(computing=True)
             # What of a processor collectives take adds up, in the proportion of what each does at the moment.

@@ -105,12 +105,15 @@ def attention_core_s(
 # -- single operators of a dry run ------------------------------------------------------------------------------------
 
 
+_KERNELS = Kernels()
+
+
 def operation_s(operation: Operation, cluster: Cluster) -> float:
     """Seconds of one operator of a dry run: measured on the cluster where available, else computed.
 
     Every operator costs what eager PyTorch pays: its own kernel, at least one launch, and all bytes read and written.
     """
-    kernels, measured, device = Kernels(), cluster.measured, cluster.device
+    kernels, measured, device = _KERNELS, cluster.measured, cluster.device
     if "empty" in operation.name:  # allocates memory and touches none of it
         return 0.0
     if operation.work == "matmul":
