@@ -180,7 +180,11 @@ class Recorder(TorchDispatchMode, Observer):
             return NotImplemented  # its operators on local tensors come here next
         kwargs = kwargs or {}
         # Fake tensors do not cache these, and their output is given.
-        out = kwargs["out"] if func in _INTO and _fits(*args[-2:], kwargs["out"]) else func(*args, **kwargs)
+        out = (
+            kwargs["out"]
+            if func in _INTO and _fits(args[-2], args[-1], kwargs["out"])
+            else func(*args, **kwargs)
+        )
         if func.namespace == "prim":
             return out
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
