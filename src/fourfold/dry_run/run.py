@@ -212,7 +212,7 @@ class _Step:
         """What a first step finds and allocates: linears that share an input, FSDP2's buffers, the state of the optimizer."""
         with self.recorder.recording():
             with evaluating(self.model):
-                self.model(input_ids=self.ids[:1])
+                self.model(input_ids=self.ids[:1], labels=self.ids[:1])
             for parameter in self.model.parameters():
                 parameter.grad = parameter.detach()
             self.recorder.phase = "optimizer"
