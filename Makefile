@@ -26,7 +26,7 @@ docs:  ## the site, in out/site; a warning is an error
 reference:  ## the pages of docs/reference and docs/verification, from the code and the recorded results
 	$(BIN)/python docs/site/write.py
 
-bench:  ## list the benchmarks, and run the quickest
+bench:  ## list the benchmarks, and run a quick one
 	@echo "benchmarks, each run by 'python -m benchmarks.<name>':"
 	@grep -l '__name__ == "__main__"' benchmarks/*.py benchmarks/*/__main__.py | sed -e 's|benchmarks/|  |' -e 's|/__main__.py$$||' -e 's|\.py$$||'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.parity --ranks 8 --quick

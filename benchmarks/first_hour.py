@@ -87,7 +87,11 @@ def require(holds: bool, what: str) -> None:
 
 
 def quick_start(copy: Path, block: str) -> str:
-    said = shell(split_installation(block)[1], copy).strip().splitlines()[-1]
+    lines = shell(split_installation(block)[1], copy).strip().splitlines()
+    said = lines[-1]
+    print(
+        "\n".join(line for line in lines if line.startswith(("step  10/", "done:")))
+    )  # as the README shows them
     found = losses(copy / "run")
     files = sorted(path.name for path in (copy / "exported").iterdir())
     require(found[-1] < found[0] - 0.5, f"the loss went from {found[0]} to {found[-1]}")

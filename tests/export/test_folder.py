@@ -22,6 +22,7 @@ from fourfold.config import run_file
 from fourfold.data.manifest import DatasetManifest
 from fourfold.data.prepare import Settings, prepare
 from fourfold.export import export
+from fourfold.export.folder import _generation
 from fourfold.train.loop.trainer import Trainer
 from fourfold.train.observe.evaluate import Evaluation
 from fourfold.train.observe.metrics import JsonLines
@@ -245,6 +246,22 @@ def test_export_includes_the_tokenizer_and_a_model_card(pool: RankPool, tmp_path
     (tmp_path / "logs" / "metrics.jsonl").unlink()
     export(tmp_path / "run", tmp_path / "bare")
     assert "## Loss" not in (tmp_path / "bare" / "README.md").read_text()
+
+
+def test_pretrained_generation_settings_are_kept_or_missed_with_a_note(tmp_path: Path) -> None:
+    """Where the pretrained folder is gone, the ids of the model's config stay, and not those of the tokenizer."""
+    from fourfold.data.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(["to be or not to be"], 260)
+    folder = tmp_path / "pretrained"
+    values = {"config": {"model": {"pretrained": str(folder)}}, "model": {"eos_token_id": [7, 8]}}
+    notes: list[str] = []
+    assert _generation(values, tokenizer, notes)["eos_token_id"] == [7, 8]
+    assert "copy its generation_config.json" in notes.pop()
+    folder.mkdir()
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert _generation(values, tokenizer, notes) == {"temperature": 0.6}
+    assert not notes
 
 
 def test_a_missing_or_mismatched_tokenizer_is_reported(run: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def export(
         files = list(weights.files)
         if chosen is not None:
             files += tokenizers.write(chosen, folder)
-        if values["model"] is not None and (generation := _generation(values, chosen)):
+        if values["model"] is not None and (generation := _generation(values, chosen, notes)):
             files.append(GENERATION)
             folder.write(GENERATION, [dump_json(generation)])
         card = model_card(values, weights, tokenizer_info(chosen).fingerprint if chosen is not None else None)
@@ -82,7 +82,7 @@ def export(
             files.append(CONFIG)
             config = _with_dtype(values["model"], weights.dtype)
             config.pop("use_cache", None)  # off for training alone
-            if chosen is not None and value_at(values, "config", "model", "pretrained") is None:
+            if chosen is not None and _is_random_init(values):
                 config |= tokenizers.special_ids(chosen)
             folder.write(CONFIG, [dump_json(config)])
         else:
@@ -144,11 +144,34 @@ def _is_config(value: Any) -> bool:
     return isinstance(value, dict) and "model_type" in value
 
 
-def _generation(values: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def _is_random_init(values: dict[str, Any]) -> bool:
+    """Did `fourfold train` begin without pretrained weights? Then the tokenizer of the data has the special token ids."""
+    return value_at(values, "config", "model", "config") is not None
+
+
+def _generation(values: dict[str, Any], tokenizer: Any, notes: list[str]) -> dict[str, Any]:
     """The generation config of the pretrained model if there is one, otherwise the special token ids."""
     pretrained = value_at(values, "config", "model", "pretrained")
-    if isinstance(pretrained, str) and (Path(pretrained) / GENERATION).is_file():
-        return read_json(open_folder(pretrained), GENERATION)
+    if isinstance(pretrained, str):
+        folder = _folder_of(pretrained)
+        if folder is not None and (folder / GENERATION).is_file():
+            return read_json(open_folder(folder), GENERATION)
+        if folder is None:
+            notes.append(f"{pretrained} is not here: copy its {GENERATION}, if it has one, into the folder")
     names = tokenizers.SPECIAL_IDS
     ids = {name: id_ for name in names if (id_ := value_at(values, "model", name)) is not None}
-    return ids | (tokenizers.special_ids(tokenizer) if tokenizer is not None else {})
+    own = tokenizers.special_ids(tokenizer) if tokenizer is not None else {}
+    return ids | own if _is_random_init(values) else own | ids
+
+
+def _folder_of(pretrained: str) -> Path | None:
+    """The folder of pretrained weights, or where the hub's cache has their config; None if neither is here."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(pretrained).is_dir():
+        return Path(pretrained)
+    try:
+        config = try_to_load_from_cache(pretrained, CONFIG)
+    except ValueError:  # not a hub id
+        return None
+    return Path(config).parent if isinstance(config, str) else None
