@@ -86,7 +86,7 @@ def test_the_doctor_says_what_a_run_would_use(
         "collectives by Gloo",
     ):
         assert words in said
-    assert "mend: a process may open 1024 files" in said
+    assert "fix: a process may open 1024 files" in said
     assert "ulimit -n 4096" in said
 
 

@@ -259,6 +259,7 @@ def test_pretrained_generation_settings_are_kept_or_missed_with_a_note(tmp_path:
     assert _generation(values, tokenizer, notes)["eos_token_id"] == [7, 8]
     assert "copy its generation_config.json" in notes.pop()
     folder.mkdir()
+    (folder / "config.json").write_text("{}")
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
     assert _generation(values, tokenizer, notes) == {"temperature": 0.6}
     assert not notes

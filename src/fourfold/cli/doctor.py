@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
         "doctor",
         help="show devices, versions and network, what a run would use here, and what to fix",
         description="Show the devices, versions and network of this machine, what a run would use here and why, and what to "
-        "mend. It does not start ranks: `torchrun --nproc-per-node 8 -m fourfold.selftest` does, and checks that they are exact.",
+        "fix. It does not start ranks: `torchrun --nproc-per-node 8 -m fourfold.selftest` does, and checks that they are exact.",
         epilog="Example: fourfold doctor",
     )
     parser.set_defaults(run=run)
@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"{title if i == 0 else '':13} {line}")
     print()
     for problem in problems:
-        print(f"mend: {problem}")
-    print(f"{len(problems)} problems" if problems else "no problems found")
+        print(f"fix: {problem}")
+    print(f"{len(problems) or 'no'} problem{'s' if len(problems) != 1 else ''} found")
     return 0
 
 

@@ -173,7 +173,7 @@ class BatchSection(Section):
     tokens: PositiveInt = 524_288
     """Tokens per step, over all ranks; a multiple of sequence_length."""
     micro_batch_sequences: PositiveInt | None = None
-    """Sequences per micro-batch of a rank; none: all at once, or about 8192 tokens where no grid and no cluster is set."""
+    """Sequences per micro-batch of a rank; none: all at once, or at most 8192 tokens where no grid and no cluster is set."""
 
 
 # Engine fields that are chosen with the grid unless the run config sets them, in addition to those with an "auto".
@@ -221,6 +221,15 @@ class CheckpointSection(Section):
     """The number of newest checkpoints to keep."""
     resume: bool = True
     """Resume from the newest valid checkpoint, if there is one."""
+
+
+class UndividedEvaluation(ValueError):
+    """The samples of the evaluation do not divide over the ranks that split the batch."""
+
+    def __init__(self, sequences: int, ranks: int, axes: str = "data*z") -> None:
+        super().__init__(
+            f"evaluation.sequences={sequences} does not divide over {axes} = {ranks} ranks; use {-(-sequences // ranks) * ranks}"
+        )
 
 
 class EvaluationSection(Section):
@@ -361,10 +370,7 @@ class RunConfig(Section):
                 f"batch.tokens={self.batch.tokens} are {self.sequences} sequences, which do not divide over {words} = {ranks} "
                 f"ranks; use {near}"
             )
-        near = -(-self.evaluation.sequences // ranks) * ranks
-        raise ValueError(
-            f"evaluation.sequences={self.evaluation.sequences} does not divide over {words} = {ranks} ranks; use {near}"
-        )
+        raise UndividedEvaluation(self.evaluation.sequences, ranks, words)
 
     @model_validator(mode="after")
     def sequences_can_be_sharded(self) -> RunConfig:

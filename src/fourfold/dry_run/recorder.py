@@ -345,9 +345,9 @@ def _unrecorded_sharding() -> Iterator[None]:
 
 
 def _fits(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Is ``out`` of the shape of a product, so that it can be written?"""
+    """Can a product be written into ``out``? If not, PyTorch says why."""
     is_product = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]
-    return is_product and out.shape == (a.shape[0], b.shape[1])
+    return is_product and out.shape == (a.shape[0], b.shape[1]) and a.dtype == b.dtype == out.dtype
 
 
 _LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from fourfold.data.tokenizer import tokenizer_info
 from fourfold.export import tokenizer as tokenizers
 from fourfold.export.model_card import data_sources, model_card, value_at
 from fourfold.export.weights import FILE_BYTES, write_weights
+from fourfold.untrusted_input import find_model_config
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
 
@@ -153,25 +153,14 @@ def _generation(values: dict[str, Any], tokenizer: Any, notes: list[str]) -> dic
     """The generation config of the pretrained model if there is one, otherwise the special token ids."""
     pretrained = value_at(values, "config", "model", "pretrained")
     if isinstance(pretrained, str):
-        folder = _folder_of(pretrained)
-        if folder is not None and (folder / GENERATION).is_file():
-            return read_json(open_folder(folder), GENERATION)
-        if folder is None:
+        try:
+            folder = find_model_config(pretrained).parent
+        except ValueError:
             notes.append(f"{pretrained} is not here: copy its {GENERATION}, if it has one, into the folder")
+        else:
+            if (folder / GENERATION).is_file():
+                return read_json(open_folder(folder), GENERATION)
     names = tokenizers.SPECIAL_IDS
     ids = {name: id_ for name in names if (id_ := value_at(values, "model", name)) is not None}
     own = tokenizers.special_ids(tokenizer) if tokenizer is not None else {}
     return ids | own if _is_random_init(values) else own | ids
-
-
-def _folder_of(pretrained: str) -> Path | None:
-    """The folder of pretrained weights, or where the hub's cache has their config; None if neither is here."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if Path(pretrained).is_dir():
-        return Path(pretrained)
-    try:
-        config = try_to_load_from_cache(pretrained, CONFIG)
-    except ValueError:  # not a hub id
-        return None
-    return Path(config).parent if isinstance(config, str) else None

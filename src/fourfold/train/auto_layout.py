@@ -17,7 +17,7 @@ from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.manifest import CorruptCheckpointError
 from fourfold.checkpoint.state import read_values
 from fourfold.config.run_file import from_dict
-from fourfold.config.schema import CHOSEN_ALONG, RunConfig
+from fourfold.config.schema import CHOSEN_ALONG, RunConfig, UndividedEvaluation
 from fourfold.mesh.axes import divisors
 
 if TYPE_CHECKING:
@@ -56,16 +56,6 @@ def resume_or_choose_layout(
         except ValueError as error:
             errors.append(error)
     raise errors[0]
-
-
-class UndividedEvaluation(ValueError):
-    """Layouts can train, but the samples of the evaluation do not divide over their ranks."""
-
-    def __init__(self, sequences: int, parts: int) -> None:
-        super().__init__(
-            f"evaluation.sequences={sequences} does not divide over data*z = {parts} ranks; use "
-            f"{-(-sequences // parts) * parts}"
-        )
 
 
 def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:

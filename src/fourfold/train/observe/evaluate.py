@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fourfold.config.schema import UndividedEvaluation
 from fourfold.data.loader import Loader
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer, open_data
 from fourfold.weights.api import evaluating
@@ -19,10 +20,7 @@ class Evaluation(Callback):
     def on_start(self, trainer: Trainer) -> None:
         run, grid = trainer.run, trainer.grid
         if self._sequences % grid.batch_ranks:
-            near = -(-self._sequences // grid.batch_ranks) * grid.batch_ranks
-            raise ValueError(
-                f"evaluation.sequences={self._sequences} does not divide over data*z = {grid.batch_ranks} ranks; use {near}"
-            )
+            raise UndividedEvaluation(self._sequences, grid.batch_ranks)
         self._loader = Loader(open_data(run, "validation"), grid, self._sequences, prefetch_batches=0)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
