@@ -119,8 +119,10 @@ class _ShardedProduct(torch.autograd.Function):
             # A chunk of the outputs is reduced while the next is multiplied.
             for chunk in chunks:
                 for member, rows, memory in chunk.products:
+                    # [input parts, groups of tokens, rows of each group, features]
+                    read = full.unflatten(1, (memory.shape[1], -1))[:, :, rows]
                     for out, i, block in _terms(memory, blocks[member], len(full)):
-                        _multiply(full[i][rows], block.t(), out, first=i == 0)
+                        _multiply(read[i], block.t(), out, first=i == 0)
                 in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
             outputs |= zip(members, kept, strict=True)
         if interleaving is not None and product.in_ranks > 1:
@@ -211,7 +213,8 @@ class _Chunk:
     own: Tensor
     # [ranks, own]: this rank's parts of what each of them keeps.
     parts: Tensor
-    # (member, which tokens, where to write): one for each product of tokens and weights.
+    # (member, which rows of each group of tokens, where to write [parts, groups, rows, features]): one for each member.
+    # Where ranks keep tokens and a chunk has some of each rank's, the tokens of a rank are a group; otherwise all are one.
     products: list[tuple[int, slice, Tensor]]
 
 
@@ -224,7 +227,7 @@ def _outputs(
         # Nothing is sent. Separate memory, so that keeping one output (v in attention) does not keep the others.
         apart = [full.new_empty(tokens, width) for width in widths]
         return apart, [
-            _Chunk(out.view(-1), out.view(1, -1), [(member, slice(None), out.unsqueeze(0))])
+            _Chunk(out.view(-1), out.view(1, -1), [(member, slice(None), out[None, None])])
             for member, out in zip(members, apart, strict=True)
         ]
     ranks = 1 if leave == "whole" else product.in_ranks
@@ -265,14 +268,11 @@ def _products(
         out = memory[:, offset : offset + size].unflatten(1, (last - first, width))
         offset += size
         if leave != "tokens":
-            found.append((m, slice(first, last), out))
+            found.append((m, slice(first, last), out.unsqueeze(1)))
         elif last - first == rows and out.is_contiguous():
-            found.append((m, slice(None), out.view(1, -1, width)))
-        else:  # these rows of each rank's tokens
-            starts = range(first, rows * len(out), rows)
-            found += [
-                (m, slice(s, s + last - first), part) for s, part in zip(starts, out.split(1), strict=True)
-            ]
+            found.append((m, slice(None), out.view(1, 1, -1, width)))
+        else:
+            found.append((m, slice(first, last), out.unsqueeze(0)))
     return found
 
 
@@ -361,14 +361,22 @@ def _terms(parts: Tensor, blocks: Sequence[Tensor], terms: int) -> Iterator[tupl
         yield parts[0], 0, blocks[0]
         return
     for part, rows in zip(parts, zip(*(b.chunk(len(parts)) for b in blocks), strict=True), strict=True):
-        columns = torch.split(part, [r.shape[0] for r in rows], dim=1)
+        columns = torch.split(part, [r.shape[0] for r in rows], dim=-1)
         for column, row in zip(columns, rows, strict=True):
             for i, piece in enumerate(row.chunk(terms, dim=1)):
                 yield column, i, piece
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, first: bool) -> None:
-    """``out = a b``, or add to what the first product has written."""
+    """``out = a b``, or add to what the first product has written; a and out may be several groups of rows."""
+    if a.ndim == 3 and len(a) > 1:
+        by_group = b.expand(len(a), -1, -1)
+        if first:
+            torch.bmm(a, by_group, out=out)
+        else:
+            torch.baddbmm(out, a, by_group, out=out)
+        return
+    a, out = (a[0], out[0]) if a.ndim == 3 else (a, out)
     if first:
         torch.mm(a, b, out=out)
     else:
