@@ -63,6 +63,7 @@ def test_a_minimal_file_is_valid():
         ("train-iters=3", r"the file has no field 'train-iters'; did you mean 'schedule\.steps'\?"),
         ("optimizer.zzz=3", r"\[optimizer\] has no field 'zzz'; it has name, lr"),
         ("shedule.steps=3", r"the file has no field 'shedule'; did you mean 'schedule'\?"),
+        ("training.steps=3", r"the file has no field 'training'; did you mean 'schedule\.steps'\?"),
         ("lr=1e-4", r"did you mean 'optimizer.lr'\?"),
         ("optimizer.lr=-1", r"optimizer\.lr \(it is -1\).*greater than 0"),
         ("optimizer.name=sgd", r"optimizer\.name \(it is 'sgd'\).*'adamw' or 'muon'"),

@@ -81,15 +81,8 @@ def _message(error: Any) -> str:
     name = ".".join(path)
     if error["type"] == "extra_forbidden":
         known = list(fields_at(path[:-1]))
-        given = path[-1].lower().replace("-", "_")
-        elsewhere = [
-            f"{section}.{given}" for section in RunConfig.model_fields if given in fields_at([section])
-        ]
-        near = (
-            [_ALIASES[given]]
-            if given in _ALIASES
-            else difflib.get_close_matches(given, known, 1) or elsewhere
-        )
+        section = error["input"] if isinstance(error["input"], dict) else {}
+        near = _near(path[-1], known) or [n for field in section for n in _near(field, [])]
         hint = f"did you mean {near[0]!r}? It" if near else "it"
         where = f"[{'.'.join(path[:-1])}]" if path[:-1] else "the file"
         return f"{where} has no field {path[-1]!r}; {hint} has {', '.join(known)}"
@@ -99,6 +92,15 @@ def _message(error: Any) -> str:
     said = error["msg"].removeprefix("Value error, ")
     given = "" if isinstance(error["input"], dict) else f" (it is {error['input']!r})"
     return f"{name}{given}: {said}" if name else said
+
+
+def _near(name: str, known: Sequence[str]) -> list[str]:
+    """What a field of another name could mean: one that other trainers call so, a similar one, or one in another section."""
+    name = name.lower().replace("-", "_")
+    if name in _ALIASES:
+        return [_ALIASES[name]]
+    elsewhere = [f"{section}.{name}" for section in RunConfig.model_fields if name in fields_at([section])]
+    return difflib.get_close_matches(name, known, 1) or elsewhere
 
 
 def fields_at(path: Sequence[str]) -> dict[str, Any]:
