@@ -28,7 +28,7 @@ reference:  ## the pages of docs/reference and docs/verification, from the code 
 
 bench:  ## list the benchmarks, and run a quick one
 	@echo "benchmarks, each run by 'python -m benchmarks.<name>':"
-	@grep -l '__name__ == "__main__"' benchmarks/*.py benchmarks/*/__main__.py | sed -e 's|benchmarks/|  |' -e 's|/__main__.py$$||' -e 's|\.py$$||'
+	@grep -l '__name__ == "__main__"' benchmarks/*.py benchmarks/*/__main__.py | grep -v -e record -e tiny_models -e cluster | sed -e 's|benchmarks/|  |' -e 's|/__main__.py$$||' -e 's|\.py$$||'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.parity --ranks 8 --quick
 
 release-check:  ## build, check the metadata, install from the wheel in an empty environment, train
