@@ -139,6 +139,7 @@ SECTIONS = {
         "no_sync",
         "clip_grad_norm_",
         "sharded_optimizer",
+        "seed_ranks",
     ),
     "A run": (
         "load_run",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fourfold.mesh.grid import Grid
     from fourfold.optim.clip import clip_grad_norm_
     from fourfold.optim.sharded_optimizer import sharded_optimizer
+    from fourfold.parallel.dropout import seed_ranks
     from fourfold.parallel.loss import count_labels, cross_entropy, full_logits
     from fourfold.parallel.parallelize import parallelize
     from fourfold.parallel.report import Report
@@ -56,6 +57,7 @@ __all__ = [
     "parallelize",
     "plan",
     "save_run",
+    "seed_ranks",
     "sharded_optimizer",
     "timeline",
 ]
@@ -65,6 +67,7 @@ _HOMES = {
     "fourfold.mesh.axes": ("factorisations",),
     "fourfold.mesh.grid": ("Grid",),
     "fourfold.optim.clip": ("clip_grad_norm_",),
+    "fourfold.parallel.dropout": ("seed_ranks",),
     "fourfold.parallel.loss": ("count_labels", "cross_entropy", "full_logits"),
     "fourfold.optim.sharded_optimizer": ("sharded_optimizer",),
     "fourfold.weights.overlap": ("Overlap",),

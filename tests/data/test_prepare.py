@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,19 @@ def test_a_flipped_bit_is_found(
     assert main(["data", "info", str(tmp_path / "out")]) == 0  # names and sizes are right
     assert main(["data", "info", str(tmp_path / "out"), "--verify"]) == 1
     assert f"000001-000{suffix}" in capsys.readouterr().out
+
+
+def test_a_first_try_that_tokenised_nothing_leaves_no_settings(
+    tmp_path: Path, jsonl: str, small: Settings
+) -> None:
+    with pytest.raises(ValueError, match="--column"):
+        prepare(tmp_path / "out", [jsonl], replace(small, column="answer"))
+    assert prepare(tmp_path / "out", [jsonl], small).tokens("train") > 0
+
+
+def test_a_table_is_not_taken_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text\nfirst\nsecond\n")
+    with pytest.raises(ValueError, match=r"rows.csv is a table.*JSON lines"):
+        find_inputs([str(path)])
+    assert find_inputs([str(path)], text_suffixes=[".csv"]) == {path: "text"}

@@ -112,6 +112,33 @@ def test_accumulated_gradients_with_batches_of_different_lengths(pool: RankPool)
     assert pool.run(accumulate, 4, (1, 1, 2, 2), "llama", {})[0] == ()
 
 
+def padded(shape: Shape, side: str, activations: str) -> None:
+    """A padded batch: a mask for attention, and labels of -100."""
+    grid = Grid.create(shape)
+    model, report = prepare(grid, "llama", activations=activations)
+    stock = build("llama")
+    ids, labels = batch(4, 8)
+    mask = torch.ones_like(ids)
+    for row, kept in enumerate((8, 5, 3, 7)):
+        mask[row, kept:] = 0
+    mask = mask if side == "right" else mask.flip(1)
+    labels = labels.masked_fill(mask == 0, -100)
+    expected = stock(input_ids=ids, attention_mask=mask, labels=labels).loss
+    expected.backward()
+    rows = grid.local_rows(len(ids))
+    loss = model(input_ids=ids[rows], attention_mask=mask[rows], labels=labels[rows]).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert_shards_close(local_gradients(model), gradients(stock), report, grid)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("activations", ["sequence-parallel", "replicated"])
+def test_padded_rows(pool: RankPool, side: str, activations: str) -> None:
+    pool.run(padded, 4, (1, 2, 1, 2), side, activations)
+    pool.run(padded, 4, (1, 1, 2, 2), side, activations)
+
+
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 48}
 
 

@@ -112,6 +112,11 @@ def run(options: argparse.Namespace) -> int:
         rank=options.rank,
     )
     # Decisions and options without effect; the report with roles includes them.
+    rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1])
+    print(
+        f"{values['global_batch_size']} x {values['seq_len']} tokens per step; {values['micro_batches']} micro-batches of "
+        f"{rows // values['micro_batches']} sequences on each rank"
+    )
     print(result.report if options.roles else "\n".join(result.report.notes))
     print(result)
     if options.json:
@@ -132,7 +137,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _with_layout(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     """The run with the layout that it would get on these ranks."""
-    if not config.grid.auto or options.grid is not None:
+    if options.grid is not None:
+        return config
+    if not config.grid.auto:
+        if options.gpus not in (None, config.grid.size):
+            raise ValueError(
+                f"--gpus {options.gpus} differs from the {config.grid.size} ranks of the grid that {options.model} sets; leave "
+                "it out, or change the grid with --set"
+            )
         return config
     if options.gpus is None:
         raise ValueError(

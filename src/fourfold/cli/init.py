@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fourfold.cli.arguments import add_changes
+from fourfold.config.schema import EvaluationSection
 
 if TYPE_CHECKING:
     from fourfold.data.manifest import DatasetManifest
@@ -101,6 +102,12 @@ def init(options: argparse.Namespace) -> int:
         print(
             f"{options.data} has {held_out} tokens of validation text, less than one sample of {length}: the run does not "
             "evaluate; for a validation loss, prepare the data with a larger --validation",
+            file=sys.stderr,
+        )
+    elif (samples := held_out // length) < (read := EvaluationSection().sequences):
+        print(
+            f"{options.data} has {samples} samples of {length} tokens of validation text; evaluation.sequences = {read} reads them "
+            "repeatedly. For a better estimate prepare the data with a larger --validation",
             file=sys.stderr,
         )
     file.parent.mkdir(parents=True, exist_ok=True)

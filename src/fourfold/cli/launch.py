@@ -137,6 +137,11 @@ def slurm(options: argparse.Namespace) -> int:
         **_given(options, "python", "setup", "grace_period_s", "max_requeues", "max_restarts"),
     )
     script = render(job)
+    if not job.options.keys() & {"cpus-per-task", "cpus-per-gpu", "exclusive"}:
+        print(
+            f"note: Slurm may give each task one core, for {world.ranks_per_node} ranks; --sbatch cpus-per-task=N sets it",
+            file=sys.stderr,
+        )
     if options.print:
         print(script, end="")
         return 0
@@ -224,6 +229,11 @@ def _check_data(config: Any) -> None:
     elif absent:
         print(
             f"warning: {', '.join(absent)} is not a prepared data set on this machine; the job checks it when it starts",
+            file=sys.stderr,
+        )
+    if not Path(model).exists():
+        print(
+            f"warning: there is no {model} on this machine; the job looks for it there and on the hub",
             file=sys.stderr,
         )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.cli.arguments import add_changes, add_engine, positive
 from fourfold.config.describe import SIZES, sized_model_config
 from fourfold.config.run_file import load_run
+from fourfold.config.schema import CHOSEN_ALONG
 from fourfold.planner.cost.step import Prices
 from fourfold.planner.dry_run_estimate import Job, describe, schedule_of, simulate_step
 from fourfold.planner.inputs import cluster as clusters
@@ -128,6 +129,8 @@ def run(options: argparse.Namespace) -> int:
     title = f"{asked.name} ({_billions(workload)}) on {asked.gpus} devices of {cluster.name}, {sequences} x {length} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
     print(tables.show_plan(plan, cluster, title, options.rows, width))
+    if asked.fixed:
+        print(f"Only layouts with {asked.fixed} are ranked, as the run config sets it.")
     best = plan.best  # raises with the nearest miss, if there is none
     print("\n".join(tables.speedups(plan)))
     if options.tokens:
@@ -163,6 +166,7 @@ class _Asked:
     cluster: str
     gpus: int
     options: dict[str, Any]  # of `fourfold.plan`
+    fixed: str  # what the run config sets of that which a plan could choose
 
     @staticmethod
     def of(options: argparse.Namespace) -> _Asked:
@@ -194,7 +198,9 @@ class _Asked:
         if options.keep_inputs is not None:
             own["keep_inputs"] = (options.keep_inputs,)
         wanted = {"precision": None, **found, **own, "sequences": sequences, "length": length}
-        return _Asked(model, name, cluster, gpus, wanted)
+        fixed = [n for n in CHOSEN_ALONG if run is not None and n in run.engine.model_fields_set]
+        words = ", ".join(f"engine.{n} = {getattr(run.engine, n)}" for n in fixed) if run else ""
+        return _Asked(model, name, cluster, gpus, wanted, words)
 
 
 def _of_run(run: RunConfig) -> tuple[Any, str, dict[str, Any]]:

@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
         "the CPU; under torchrun or srun it joins the other ranks. Run the same command again after an interruption: it "
         "resumes from the newest checkpoint, also on another grid. If a rank dies, all ranks on this machine restart from "
         "the newest checkpoint; under torchrun its --max-restarts applies. On SIGINT, SIGTERM, or SIGUSR1 to the ranks, it "
-        f"saves after the step and exits with code {CONTINUE}.",
+        f"saves after the current step and the next, and exits with code {CONTINUE}.",
         epilog="Example: fourfold train run.toml --set grid.z=2 --set grid.x=2",
     )
     add_file(parser)

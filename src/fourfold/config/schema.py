@@ -50,7 +50,7 @@ class ModelSection(Section):
     """The model: an unmodified Hugging Face architecture."""
 
     config: Path | None = None
-    """A config.json, or its folder: start from random init."""
+    """A config.json, its folder, or a hub id: start from random init."""
     pretrained: Path | None = None
     """A folder with config.json and safetensors, or a hub id: start from these weights."""
 
@@ -143,7 +143,7 @@ class ScheduleSection(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 100
     """Steps over which the learning rate rises from 0."""
     kind: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After warm-up: cosine decay, constant with a decay at the end (wsd), or constant."""
+    """After warm-up: cosine decay, constant with a linear decay at the end (wsd), or constant."""
     decay_steps: Annotated[int, Field(ge=0)] = 0
     """With wsd: the number of last steps over which the learning rate decays."""
     min_lr_ratio: Fraction = 0.1

@@ -151,7 +151,8 @@ def _field(record: bytes, path: str, at: int, column: str) -> str:
         ) from None
     if not isinstance(value, dict):
         raise ValueError(
-            f"{path} has {type(value).__name__} at byte {at}, not an object with a field {column!r}"
+            f"{path} has {type(value).__name__} at byte {at}, not an object with a field {column!r}; it needs one JSON "
+            "object per line"
         )
     if column not in value:
         raise ValueError(_no_column(path, column, sorted(value)))

@@ -9,6 +9,7 @@ from fourfold.data.documents import KINDS, FileChunk, Kind, Reading, kind_of, sp
 from fourfold.untrusted_input import read_json
 
 HUB = "hf:"
+TABLES = (".csv", ".tsv")
 MIB = 1 << 20
 PART_BYTES = (4 * MIB, 256 * MIB)  # minimum and maximum, unless given
 PARTS = 256  # the target within these limits: enough for the processes of a node, few enough files
@@ -58,7 +59,12 @@ def _resolve(name: str, split: str, text_suffixes: Sequence[str]) -> Inputs:
     if not path.exists():
         raise ValueError(f"there is no {name}; name files or folders, or a dataset of the hub as {HUB}{name}")
     if path.is_file():
-        # A file that is named is used, whatever its suffix.
+        if path.suffix.lower() in TABLES and path.suffix not in text_suffixes:
+            raise ValueError(
+                f"{name} is a table, whose header and rows would be one text; convert it to JSON lines or Parquet, or use "
+                f"--text-suffix {path.suffix} if that is what you want"
+            )
+        # Any other file that is named is used, whatever its suffix.
         return {path: kind_of(path) or "text"}
     if (path / "dataset_dict.json").exists():
         splits = read_json(path / "dataset_dict.json")["splits"]

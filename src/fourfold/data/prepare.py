@@ -147,6 +147,9 @@ def _write_or_check_plan(
         "parts": len(work),
     }
     plan = json.loads(json.dumps(plan))  # tuples become lists, as they come back
+    if before is not None and before != plan and not _has_parts(folder):
+        _clear(folder)  # nothing was tokenised: a column was not there, or the like
+        before = None
     if before is None:
         save_tokenizer(tokenizer, folder / "tokenizer")
         write_atomically(path, json.dumps(plan, indent=1).encode() + b"\n")
@@ -156,6 +159,11 @@ def _write_or_check_plan(
             "use another folder, or --overwrite to start over"
         )
     return facts
+
+
+def _has_parts(folder: Path) -> bool:
+    finished = (p for p in (folder / "parts").glob("*") if p.suffix != ".unfinished")
+    return (folder / MANIFEST).exists() or any(finished)
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:

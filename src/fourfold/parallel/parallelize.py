@@ -155,7 +155,7 @@ def arrange(
         weights, why_weights, "sequence-parallel" if tokens else "replicated", why_activations, why_unsplit
     )
     report = compose_report(
-        model_name, grid, roles, replaced, options, decisions, caches, len(blocks), dropout is not None
+        model_name, grid, roles, replaced, options, decisions, caches, dropout is not None
     )
     return report, replays
 

@@ -85,7 +85,6 @@ def compose_report(
     options: Options,
     decisions: Decisions,
     caches: int,
-    blocks: int,
     has_dropout: bool,
 ) -> Report:
     """The report: a row for each module, and a note for each decision and for each option without effect."""
@@ -99,7 +98,7 @@ def compose_report(
         f"weights: {decisions.weights} ({decisions.why_weights}) over z={grid.z}, gradients summed over data={grid.data}, "
         f"{options.precision}"
     )
-    notes.append(f"activation checkpointing: {options.activation_checkpointing}, {blocks} blocks")
+    notes.append(f"activation checkpointing: {options.activation_checkpointing}")
     notes.append(f"activations: {decisions.activations} ({decisions.why_activations})")
     if decisions.weights != "streamed" and (unused := options.overlap.without_effect(STREAMED_OPTIONS)):
         notes.append(f"{unused} with {decisions.weights} weights; use weights='streamed'")

@@ -40,7 +40,7 @@ def show_plan(plan: Plan, cluster: Cluster, title: str, rows: int = 10, width: i
         ranked.add_row(*row_of(place, estimate, columns))
     notes = [f"{len(plan.ranked)} of {plan.considered} layouts can run on {plan.ranks} ranks."]
     for reason, count in Counter(_kind_of(r.reason) for r in plan.rejected).most_common(6):
-        example = next(r for r in plan.rejected if _kind_of(r.reason) == reason)
+        example = min((r for r in plan.rejected if _kind_of(r.reason) == reason), key=lambda r: r.over_bytes)
         notes.append(f"  {count} cannot: {reason}. {example.layout}: {example.reason}")
     if cluster.assumed:
         notes.append(f"Not published for {cluster.name}, so defaults are used: {', '.join(cluster.assumed)}.")
@@ -132,7 +132,9 @@ def budget(
     """What N tokens take: time, and money and energy where a device's are given."""
     hours = tokens / estimate.tokens_per_s / 3600
     device_hours = hours * estimate.layout.ranks
-    words = [f"{tokens:.3g} tokens take {hours:,.1f} hours, {device_hours:,.0f} device hours"]
+    words = [
+        f"{tokens:.3g} tokens take at least {hours:,.1f} hours, {device_hours:,.0f} device hours, at the predicted speed"
+    ]
     if price_per_hour is not None:
         words.append(f"{device_hours * price_per_hour:,.0f} at {price_per_hour:g} per device hour")
     if watts is not None:

@@ -5,6 +5,7 @@ Ranks agree on a process group of its own while the next step is computed, so no
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -42,6 +43,7 @@ class StopRequest:
     def __init__(self, timeout_s: float = 1800.0) -> None:
         # Gloo also with NCCL: the answer is read on the host, and must not wait for the device.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._is_first = dist.get_rank() == 0
         self._requested_s: float | None = None
         self._pending: Callable[[], bool] | None = None
 
@@ -52,6 +54,8 @@ class StopRequest:
             raise KeyboardInterrupt
         if self._requested_s is None:
             self._requested_s = now_s
+            if self._is_first:  # not by `print`, which the signal may have interrupted
+                os.write(2, b"asked to stop: the run saves after the current step and the next one\n")
 
     def agreed(self) -> bool:
         """Had any rank received a request at the previous call? The answer is the same on all ranks."""
