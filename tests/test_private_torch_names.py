@@ -23,6 +23,7 @@ NAMES = {
     "torch._C._current_autograd_node": "the node of backward that an operation belongs to, in a dry run",
     "torch._C._current_graph_task_id": "whether backward is running",
     "torch._C._disabled_torch_function_impl": "a tensor subclass without __torch_function__",
+    "torch._C._distributed_c10d": "the flight recorders, in the report of a hang",
     "torch._C._distributed_c10d.FakeWork": "a collective that is done at once, in a dry run",
     "torch._C._distributed_c10d._dump_fr_trace_json": "the flight recorder's collectives, in the report of a hang",
     "torch._assert_async": "check token ids without waiting for the device",
@@ -96,6 +97,10 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     "_sequence_nr": (lambda: dir(grad_fn()), "the forward operation of a node of backward"),
     "_spec": (lambda: dir(torch.distributed.tensor.DTensor), "a DTensor's mesh and placements"),
     "_step_supports_amp_scaling": (lambda: dir(fused_adamw()), "an optimizer that unscales gradients itself"),
+    "_dump_nccl_trace_json": (
+        lambda: ["_dump_nccl_trace_json"],
+        "NCCL's flight recorder; absent from builds for CPUs",
+    ),
     "_pcontext": (lambda: set_by(AGENT), "the processes of an agent"),
     "_state_holder": (lambda: set_by(HANDLER), "the state of a rendezvous"),
     "_this_node": (lambda: set_by(HANDLER), "this agent in the state of a rendezvous"),

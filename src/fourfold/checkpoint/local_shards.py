@@ -79,8 +79,8 @@ class LocalShards:
             self.shards.append(shard)
 
     def staged(self) -> LocalShards:
-        """Copies in host memory, which training does not change."""
-        held = LocalShards(p.with_local(p.local.to("cpu", copy=True).contiguous()) for p in self.shards)
+        """Copies in host memory, which training does not change. From a GPU they are complete after a synchronisation."""
+        held = LocalShards(p.with_local(_host_copy(p.local)) for p in self.shards)
         held.global_shape = self.global_shape
         return held
 
@@ -105,6 +105,14 @@ class LocalShards:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [_chunk(shard) for shard in self.shards]
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone(memory_format=torch.contiguous_format)
+    # Pinned, so that the copies of all tensors follow one another without the host. PyTorch keeps the memory for the next save.
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return held.copy_(tensor, non_blocking=True)
 
 
 # What both planners take: `LocalShards` by name are flat already.

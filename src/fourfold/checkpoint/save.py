@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -56,7 +55,7 @@ class Checkpoints:
             )
         self.root: Folder = open_folder(where)
         self.keep_last = keep_last
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = agreements.host_group(timeout_s)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._thread: threading.Thread | None = None
         self.saving: int | None = None  # the step of a save that has not been waited for

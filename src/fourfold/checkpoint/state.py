@@ -58,7 +58,11 @@ class Snapshot:
     values: dict[str, Any]
 
     def staged(self) -> Snapshot:
-        return Snapshot({name: held.staged() for name, held in self.tensors.items()}, self.values)
+        """Copies in host memory, complete when this returns."""
+        copies = Snapshot({name: held.staged() for name, held in self.tensors.items()}, self.values)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return copies
 
 
 def capture(training: TrainState) -> Snapshot:

@@ -109,7 +109,7 @@ def _network() -> Iterator[str]:
 
 def _limits(torch: Any, problems: list[str]) -> Iterator[str]:
     shared_gib = shutil.disk_usage("/dev/shm").total / 2**30 if Path("/dev/shm").exists() else 0.0
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # ranks raise their limit to the hard one
     yield f"/dev/shm {shared_gib:.1f} GiB, {files} open files"
     if torch.cuda.device_count() > 1 and shared_gib < LEAST_SHARED_MEMORY_GIB:
         problems.append(
@@ -117,7 +117,7 @@ def _limits(torch: Any, problems: list[str]) -> Iterator[str]:
         )
     if files < LEAST_OPEN_FILES:
         problems.append(
-            f"a process may open {files} files, and ranks of a large grid need more; use ulimit -n {min(most, 65536)}"
+            f"a process may open {files} files, and ranks of a large grid need more; raise the hard limit, ulimit -Hn"
         )
 
 

@@ -54,6 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     # Otherwise a host that joins later waits for the store of the first round; ranks have a store of their own.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[FRESH_STORE] = "1"
+    # Less fragmentation of GPU memory. PyTorch reads it when a rank starts.
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     # No option replaces torchrun's agent by another one (seen in torch 2.13.0).
     launcher.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:

@@ -6,7 +6,9 @@ The collectives of a step are in `mesh/collectives.py`. Between them these two m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +16,26 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None  # None: all ranks
+_LAZY = (
+    "TORCH_GLOO_LAZY_INIT"  # Gloo's ranks connect when they first exchange something (seen in torch 2.13.0)
+)
+
+
+def host_group(timeout_s: float) -> dist.ProcessGroup:
+    """A Gloo group of all ranks, for values that the host reads, also with NCCL. All ranks create it.
+
+    Its ranks connect to those that they exchange something with: an all-reduce needs two neighbours. Connected at once, each
+    rank would have a socket to every other one.
+    """
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
+        else:
+            os.environ[_LAZY] = before
 
 
 def broadcast_object(value: T, group: Group = None) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from datetime import timedelta
 from typing import Any
 
@@ -60,6 +61,9 @@ def keep_ranks(ranks: int, timeout_s: float = 600.0) -> tuple[PrefixStore, bool]
 
 
 def _init_process_group(device: torch.device, **options: Any) -> None:
+    # The store's host has a socket for each rank, and rank 0 gathers from all when a checkpoint is saved.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     is_cuda = device.type == "cuda"
     dist.init_process_group("nccl" if is_cuda else "gloo", device_id=device if is_cuda else None, **options)
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fourfold.mesh.axes import Axis
+from fourfold.mesh.axes import AXES, Axis
 from fourfold.mesh.grid import Grid
 
 
@@ -51,6 +52,10 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, grid: G
     for axis in summed:
         grid.collectives.all_reduce(square, axis, "clip").wait()
     norm = square.sqrt()
+    # Each sum was taken in several communicators, whose order of adding may differ: one bit pattern on all ranks, because
+    # an ulp in the scale would make replicas drift apart.
+    for axis in AXES:
+        grid.collectives.all_reduce(norm, axis, "clip", dist.ReduceOp.MAX).wait()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradients in by_replicas.values():
         torch._foreach_mul_(gradients, scale)

@@ -66,9 +66,10 @@ def sharded_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> Callable[
             if closure is not None:
                 raise ValueError("closures are not supported on shards; call backward, then step()")
             for parameter, shard in self._pairs:
-                # FSDP2 may have moved the shard into padded storage since the last step.
-                shard.data = cast(DTensor, parameter.detach()).to_local()
-                shard.grad = None if parameter.grad is None else cast(DTensor, parameter.grad).to_local()
+                # FSDP2 may have moved the shard into padded storage since the last step. `to_local` takes ten times as long.
+                shard.data = parameter._local_tensor  # type: ignore[attr-defined]
+                gradient = parameter.grad
+                shard.grad = None if gradient is None else gradient._local_tensor  # type: ignore[attr-defined]
             return super().step()
 
         def zero_grad(self, set_to_none: bool = True) -> None:

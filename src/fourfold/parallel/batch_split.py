@@ -260,6 +260,8 @@ class _ThreadState:
     def entered(self) -> Iterator[None]:
         with ExitStack() as stack:
             if self._stream is not None:
+                # A thread begins on device 0, where anything that it does would open a context.
+                torch.cuda.set_device(self._stream.device)
                 stack.enter_context(torch.cuda.stream(self._stream))
             stack.enter_context(torch.inference_mode(self._inference))
             if not self._inference:

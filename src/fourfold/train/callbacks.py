@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fourfold.config.schema import RunConfig, steps_of
+from fourfold.train.loop.garbage import GarbageCollection
 from fourfold.train.loop.trainer import Callback
 from fourfold.train.observe.console import ConsoleLogger
 from fourfold.train.observe.evaluate import Evaluation
@@ -21,7 +22,8 @@ def callbacks_of(run: RunConfig) -> list[Callback]:
     """Callbacks that measure come before those that show metrics: the evaluation, the meter, then the others."""
     logging, reliability = run.logging, run.reliability
     callbacks: list[Callback] = [
-        HangDetector(reliability.timeout_s, reliability.first_step_timeout_s, logging.folder / "hang")
+        HangDetector(reliability.timeout_s, reliability.first_step_timeout_s, logging.folder / "hang"),
+        GarbageCollection(),
     ]
     if reliability.skip_bad_steps:
         callbacks.append(BadSteps(reliability.spike_sigmas, reliability.roll_back_after))

@@ -111,8 +111,11 @@ class Fsdp2Weights:
             self._collectives.all_reduce(gradient, "data", "gradient").wait()
             return
         # This hook runs in FSDP2's all-reduce stream: a wait there holds up no computation and is not timed.
-        dist.all_reduce(gradient, group=self._collectives.group("data"))
-        self._collectives.report("data", "all_reduce", "gradient", gradient, None, gradient)
+        work = cast(
+            dist.Work, dist.all_reduce(gradient, group=self._collectives.group("data"), async_op=True)
+        )
+        self._collectives.report("data", "all_reduce", "gradient", gradient, work, gradient)
+        work.wait()
         # Allocated in FSDP2's reduce-scatter stream, used in its all-reduce stream. FSDP2 keeps such a buffer from being
         # reused too early for its own all-reduce alone; here this does.
         gradient.record_stream(torch.cuda.current_stream())
@@ -176,13 +179,11 @@ class _ObservedAllGather(_Observed, AllGather):
         if self._is_ours(output_tensor, async_op):
             self._collectives.all_gather(output_tensor, input_tensor, "z", "weight").wait()
             return None
-        work = cast(
-            dist.Work | None, dist.all_gather_single(output_tensor, input_tensor, group, async_op=async_op)
-        )
+        work = cast(dist.Work, dist.all_gather_single(output_tensor, input_tensor, group, async_op=True))
         self._collectives.report(
             "z", "all_gather", "weight", output_tensor, work, output_tensor, input_tensor
         )
-        return work
+        return _returned(work, async_op)
 
 
 class _ObservedReduceScatter(_Observed, ReduceScatter):
@@ -199,10 +200,20 @@ class _ObservedReduceScatter(_Observed, ReduceScatter):
             self._collectives.reduce_scatter(output_tensor, input_tensor, "z", "gradient").wait()
             return None
         work = cast(
-            dist.Work | None,
-            dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=async_op),
+            dist.Work, dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op=True)
         )
         self._collectives.report(
             "z", "reduce_scatter", "gradient", input_tensor, work, output_tensor, input_tensor
         )
+        return _returned(work, async_op)
+
+
+def _returned(work: dist.Work, async_op: bool) -> dist.Work | None:
+    """What a collective of c10d returns. It was started asynchronously, so that the hang monitor has a handle of it.
+
+    Without ``async_op`` the current stream, which is one of FSDP2's own, waits for it, and not the host.
+    """
+    if async_op:
         return work
+    work.wait()
+    return None

@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 
 import torch.distributed as dist
 
-from fourfold.mesh.agreements import any_rank
+from fourfold.mesh.agreements import any_rank, host_group
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 # torchrun forwards an interrupt that the terminal has sent to all processes; only a later one is a second request.
@@ -41,8 +40,7 @@ class StopRequest:
     """Construct it on all ranks, and call `agreed` after each step."""
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
-        # Gloo also with NCCL: the answer is read on the host, and must not wait for the device.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = host_group(timeout_s)
         self._is_first = dist.get_rank() == 0
         self._requested_s: float | None = None
         self._pending: Callable[[], bool] | None = None

@@ -1,7 +1,6 @@
 """Bad steps, with NaN, Inf or a spike in loss or gradient norm, leave the weights unchanged; several in a row roll back.
 
-Loss and gradient norm are the same on all ranks of a replica, so their ranks agree without communication; replicas agree
-by an all-reduce. On CUDA the values stay on the device; the host reads them every `check_every_steps` steps.
+All ranks agree by an all-reduce of a flag. On CUDA the values stay on the device; the host reads them every `check_every_steps` steps.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fourfold.mesh.axes import AXES
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.observe.meter import is_logged
 
@@ -88,11 +88,11 @@ class BadSteps(Callback):
         bad = torch.zeros((), dtype=torch.bool, device=loss.device)
         for name, value in values.items():
             bad = bad | self._detectors[name].is_bad(value)
-        if trainer.grid.data > 1:
-            # Replicas have the same gradients, unless the sum itself went wrong on one of them.
-            flag = bad.int()
-            trainer.grid.collectives.all_reduce(flag, "data", "check", dist.ReduceOp.MAX).wait()
-            bad = flag.bool()
+        # The values are the same on all ranks but for an ulp, unless a sum itself went wrong on one of them.
+        flag = bad.int()
+        for axis in AXES:
+            trainer.grid.collectives.all_reduce(flag, axis, "check", dist.ReduceOp.MAX).wait()
+        bad = flag.bool()
         for name, value in values.items():
             self._detectors[name].add(value, ~bad)
         self._skipped = self._skipped + bad

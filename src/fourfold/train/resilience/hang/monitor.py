@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
-# No public name for the store of the rendezvous, nor for the flight recorder on Gloo (seen in torch 2.13.0).
-from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+# No public name for the store of the rendezvous, nor for the flight recorder (seen in torch 2.13.0).
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
@@ -37,7 +37,8 @@ QUIET_S = 0.2  # without another report: no more are expected
 POLL_S = 0.05
 EXIT_S = 0.4  # for the main thread to end by itself after the report
 REPORT_S = 5.0  # for the whole report
-BACKEND_LATER_S = 0.4  # than the monitor: the time at which the backend times out
+# How much later than the monitor the backend times out. NCCL's watchdog ends the process, so the report has to be written by then.
+BACKEND_LATER_S = {"cpu": 0.4, "cuda": 2 * REPORT_S}
 
 _monitors = 0  # created so far; all ranks create them in the same order
 
@@ -172,7 +173,7 @@ class Monitor:
         self._folder.mkdir(parents=True, exist_ok=True)
         body = json.dumps({**asdict(status), "time": time.time(), "stack": stack}, indent=1)
         (self._folder / f"rank-{self._rank}.json").write_text(body)
-        (self._folder / f"rank-{self._rank}.flights.json").write_bytes(_dump_fr_trace_json())
+        (self._folder / f"rank-{self._rank}.flights.json").write_bytes(_flight_recorder())
 
 
 class LostRanks(RuntimeError):
@@ -228,7 +229,7 @@ class HangDetector(Callback):
     def _set_timeout(self, trainer: Trainer, seconds: float) -> None:
         assert self._monitor is not None
         self._monitor.timeout_s = seconds
-        trainer.grid.set_timeout(seconds + BACKEND_LATER_S)
+        trainer.grid.set_timeout(seconds + BACKEND_LATER_S[trainer.grid.device.type])
 
 
 def is_from_collective(error: BaseException) -> bool:
@@ -236,6 +237,14 @@ def is_from_collective(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     )
+
+
+def _flight_recorder() -> bytes:
+    """PyTorch's record of the last collectives, as JSON; NCCL has one of its own."""
+    dump = (
+        c10d._dump_nccl_trace_json if dist.get_backend() == "nccl" else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+    )
+    return cast(bytes, dump())
 
 
 def _attempt(work: Callable[[], Any]) -> Any:
