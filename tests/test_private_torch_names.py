@@ -178,7 +178,7 @@ def own_names() -> set[str]:
                 found.add(node.attr)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 found.add(node.id)
-    return found - {name.rpartition(".")[2] for name in NAMES} - set(ATTRIBUTES)
+    return found - {name.rpartition(".")[2] for name in NAMES} - set(ATTRIBUTES) - set(NOT_TORCH)
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:

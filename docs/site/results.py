@@ -57,6 +57,12 @@ CHECKS = {
             "families:",
         ),
         Check(
+            "packed documents attend by their bounds in every family whose attention allows it, equal to documents one by one",
+            "packed",
+            "none wrong; logits and gradients 1e-4",
+            "nightly",
+        ),
+        Check(
             "safetensors to a grid, through training, and back",
             "export",
             "weights bit-equal, logits 1e-5",

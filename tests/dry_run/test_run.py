@@ -288,3 +288,16 @@ def dry_run_error_on_a_rank() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_a_mask_of_packed_documents_is_counted():
+    def run(attention: str):
+        sizes = {"sequences": 1, "length": 512, "precision": "bf16", "weights": "fsdp2"}
+        return dryrun(config(num_hidden_layers=2), (1, 1, 1, 1), **sizes, attention=attention)
+
+    by_bounds, chosen, masked = (run(attention) for attention in ("varlen", "auto", "masked"))
+    assert chosen.peak == by_bounds.peak
+    # One mask serves both layers, if nothing else repeats it: length x length, as boolean or in bf16.
+    assert masked.peak.bytes >= by_bounds.peak.bytes + 512 * 512
+    assert "mask of length x length" in masked.report.notes[-1]
+    assert "by the bounds" in chosen.report.notes[-1]

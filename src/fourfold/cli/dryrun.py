@@ -105,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
         precision=chosen["precision"],
         activations=chosen["activations"],
         activation_checkpointing=chosen["activation_checkpointing"],
+        attention=chosen["attention"],
         weights=chosen["weights"],
         overlap=Overlap(keep_inputs=chosen["keep_inputs"], keep_bytes=chosen["keep_weights_bytes"]),
         optimizer="adamw" if config is None else config.optimizer.name,

@@ -112,6 +112,12 @@ def init(options: argparse.Namespace) -> int:
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(starting_file(about, chosen))
+    if options.pretrained and (passes := chosen["schedule.steps"]) < 50:
+        print(
+            f"one pass through {options.data} is {passes} steps of {chosen['batch.tokens']} tokens, which changes the weights "
+            "little; for more passes use a larger schedule.steps",
+            file=sys.stderr,
+        )
     print(f"wrote {' and '.join(map(str, written))}; next: fourfold train {file}")
     return 0
 

@@ -88,6 +88,7 @@ def pretraining(size: str) -> dict[str, Any]:
 
 # Of fine-tuning, as published recipes have them: sequences of a batch, and the longest sequence.
 _FINE_TUNING_BATCH = 64
+_LEAST_BATCH, _ENOUGH_STEPS = 8, 100
 _FINE_TUNING_LENGTH = 4096
 
 
@@ -97,7 +98,10 @@ def fine_tuning(size: str, *, positions: int, train_tokens: int) -> dict[str, An
     ``size`` is about that of the model, ``positions`` are the longest sequence that it takes.
     """
     length = min(positions, _FINE_TUNING_LENGTH)
-    tokens = _FINE_TUNING_BATCH * length
+    sequences = _FINE_TUNING_BATCH
+    while sequences > _LEAST_BATCH and train_tokens < _ENOUGH_STEPS * sequences * length:
+        sequences //= 2  # little text: more steps of fewer sequences
+    tokens = sequences * length
     steps = max(1, train_tokens // tokens)
     is_large = SIZES[size].is_recomputed
     return {

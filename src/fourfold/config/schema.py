@@ -191,6 +191,8 @@ class EngineSection(Section):
     """With sequence-parallel activations: keep gathered inputs for backward instead of re-gathering them."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """Recompute the activations of every block in backward (full), or keep them (none)."""
+    attention: Literal["auto", "varlen", "masked"] = "auto"
+    """Attention of packed documents: by their bounds (varlen), or with a mask of length x length (masked); auto: varlen where the model's attention allows it."""
     weights: Literal["auto", "fsdp2", "streamed"] = "auto"
     """The backend that gathers weights over z; auto: fsdp2 on GPUs, streamed on CPUs."""
     keep_weights_bytes: Annotated[int, Field(ge=0)] = 0

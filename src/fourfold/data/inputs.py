@@ -22,7 +22,7 @@ def find_inputs(names: Sequence[str], *, split: str = "train", text_suffixes: Se
     """The files that the names stand for, in an order that depends only on the names.
 
     A folder stands for all files in it and below with a known suffix or one of ``text_suffixes``; a folder written by
-    `datasets.Dataset.save_to_disk`, and ``hf:NAME``, for the Arrow files of that dataset.
+    `datasets.Dataset.save_to_disk`, and ``hf:NAME`` or ``hf:NAME:SUBSET``, for the Arrow files of that dataset.
     """
     found: Inputs = {}
     for name in names:
@@ -87,5 +87,6 @@ def _from_hub(name: str, split: str) -> Inputs:
         from datasets import load_dataset
     except ImportError:
         raise ValueError(f"{HUB}{name} is read with datasets: pip install 'fourfold[data]'") from None
-    files = load_dataset(name, split=split).cache_files
+    name, _, subset = name.partition(":")
+    files = load_dataset(name, subset or None, split=split).cache_files
     return {Path(file["filename"]): "arrow" for file in files}

@@ -31,6 +31,7 @@ from fourfold.dry_run.recorder import Recorder, replaced
 from fourfold.dry_run.show import show
 from fourfold.errors import line_of_model
 from fourfold.hf.init_recorder import restore_buffers
+from fourfold.hf.packed_attention import NAME, Attention, set_attention, use_packed_attention
 from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.axes import AXES
 from fourfold.mesh.grid import Grid
@@ -93,6 +94,7 @@ def dryrun(
     activation_checkpointing: ActivationCheckpointing = "none",
     weights: Weights = "auto",
     overlap: Overlap | None = None,
+    attention: Attention = "varlen",
     optimizer: Literal["adamw", "muon"] = "adamw",
     target: str = "cuda",
     rank: int = 0,
@@ -102,7 +104,8 @@ def dryrun(
 
     ``model`` is built on ``meta``, or a Hugging Face configuration or its dict, or the path of its ``config.json``. ``sequences``
     of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
-    ``target`` devices. If many blocks are alike, only a few are traced, and three of the micro-batches, unless ``trace_all``. Raises
+    ``target`` devices. ``attention`` is that of packed documents, as in a run config; "varlen" also holds for rows that are not
+    packed. If many blocks are alike, only a few are traced, and three of the micro-batches, unless ``trace_all``. Raises
     what the real start would raise.
 
     Example:
@@ -111,6 +114,11 @@ def dryrun(
         True
     """
     module = as_module(model)
+    note = use_packed_attention(module, attention, target, precision) if attention != "varlen" else ""
+    is_masked = bool(note) and module.config._attn_implementation != NAME  # type: ignore[union-attr]
+    if note and not is_masked:
+        # Without documents, which a dry run does not know, it is stock attention.
+        set_attention(module, "sdpa")
     options = Options(roles, precision, activations, activation_checkpointing, weights, overlap or Overlap())
     with fake_grid(shape, rank=rank, target=target) as grid:
         rows = grid.local_rows(sequences)
@@ -124,7 +132,8 @@ def dryrun(
 
         def run(model: nn.Module) -> tuple[Trace, Report]:
             report, _ = arrange(model, grid, options, seed=0)
-            step = _Step(model, grid, report, optimizer, micro_batches, left_out)
+            report = report.with_note(note) if note else report
+            step = _Step(model, grid, report, optimizer, micro_batches, left_out, is_masked)
             try:
                 return step.trace(own, length), report
             except DataDependentOutputException as error:
@@ -182,6 +191,7 @@ class _Step:
     optimizer_name: str
     micro_batches: int
     left_out: int  # micro-batches that are not run
+    is_masked: bool  # packed documents are kept apart by a mask
 
     def trace(self, rows: int, length: int) -> Trace:
         """The step on that many sequences of a rank, after the first ones."""
@@ -190,8 +200,13 @@ class _Step:
         model, grid = self.model, self.grid
         restore_buffers(model, grid.device)
         self.recorder = _recorder(model, grid, self.report)
-        unpacked = replaced(masking_utils, "find_packed_sequence_indices", _not_packed)
-        with FakeTensorMode(allow_non_fake_inputs=True), unpacked:
+        # transformers reads off the positions whether documents are packed, which fake tensors do not have.
+        found = replaced(
+            masking_utils,
+            "find_packed_sequence_indices",
+            lambda position_ids: torch.zeros_like(position_ids) if self.is_masked else None,
+        )
+        with FakeTensorMode(allow_non_fake_inputs=True), found:
             model.to_empty(device=grid.device)
             with self.recorder.recording():
                 for tensor in (*model.parameters(), *model.buffers()):
@@ -284,7 +299,3 @@ def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
     with torch.device("meta"):
         module: nn.Module = transformers.AutoModelForCausalLM.from_config(model, dtype=torch.float32)
     return module
-
-
-def _not_packed(position_ids: Tensor) -> None:
-    """Sequences are not packed. transformers reads that off the positions, which fake tensors do not have."""

@@ -15,7 +15,8 @@ class Family:
     """What one `model_type` needs besides its plan."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
-    # Fused projections: module pattern -> segments, in words that `roles.py` turns into widths.
+    # Fused projections whose rows are ordered by segment: module pattern -> "thirds" (q, k and v of one size), "halves" (gate and
+    # up), or "q,k,v" (sizes by the head counts). Rows that are ordered by head need no entry: a rank's rows are its heads.
     packed: Mapping[str, str] = field(default_factory=dict)
     # Attributes of attention modules that count inner features, and so shrink with the heads.
     inner_attributes: tuple[str, ...] = ()

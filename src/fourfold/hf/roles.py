@@ -274,6 +274,7 @@ class _Assignment:
             kind = "halves"
         if kind is None:
             return None
+        assert kind in ("halves", "thirds", "q,k,v"), (name, kind)
         if kind in ("halves", "thirds"):
             parts = 2 if kind == "halves" else 3
             return (out // parts,) * parts

@@ -63,6 +63,9 @@ class Report:
             return self
         some = ", ".join(sorted(unused)[:3]) + (", ..." if len(unused) > 3 else "")
         note = f"{len(unused)} tensors of the checkpoint are not in the model: {some}"
+        return self.with_note(note)
+
+    def with_note(self, note: str) -> Report:
         return replace(self, notes=(*self.notes, note))
 
     def __str__(self) -> str:

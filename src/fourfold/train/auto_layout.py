@@ -84,9 +84,10 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
     )
     if not is_same:
         return None
+    chosen = {name: getattr(before.engine, name) for name in (*CHOSEN_ALONG, "weights", "activations")}
     rows = before.batch.micro_batch_sequences
-    found = _with_sections(run, batch={"micro_batch_sequences": rows})
-    return found.model_copy(update={"grid": before.grid, "engine": before.engine})
+    found = _with_sections(run, batch={"micro_batch_sequences": rows}, engine=chosen)
+    return found.model_copy(update={"grid": before.grid})
 
 
 def _newest_values(run: RunConfig) -> dict[str, Any] | None:

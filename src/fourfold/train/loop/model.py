@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from fourfold import untrusted_input
 from fourfold.config.schema import EngineSection, ModelSection
+from fourfold.hf.packed_attention import use_packed_attention
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.report import Report
@@ -40,6 +41,7 @@ def build_model(
     with torch.device("meta"):
         # Master weights are fp32, also if config.json says that the weights are stored in a smaller dtype.
         module: nn.Module = AutoModelForCausalLM.from_config(model_config(model), dtype=torch.float32)
+    attention = use_packed_attention(module, engine.attention, grid.target, engine.precision)
     report = parallelize(
         module,
         grid,
@@ -51,7 +53,7 @@ def build_model(
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
         seed=seed,
     )
-    return module, report
+    return module, report.with_note(attention)
 
 
 def model_config(model: ModelSection) -> Any:

@@ -1,7 +1,7 @@
 """Check that documents packed into one row do not attend to each other in this model.
 
-transformers (5.22) reads documents off the positions only without an attention mask and without a key/value cache, and
-with FlashAttention only for one row at a time; otherwise documents attend to each other without a warning.
+With a mask, transformers (5.22) reads documents off the positions only without an attention mask of the caller's and without a
+key/value cache, and with FlashAttention only for one row at a time; otherwise documents attend to each other without a warning.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import torch
 from torch import nn
 
+from fourfold.hf.packed_attention import packed_inputs
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.loss import full_logits
 from fourfold.weights.api import evaluating
@@ -32,11 +33,11 @@ def check_documents_stay_apart(model: nn.Module, grid: Grid, *, rows: int, vocab
     columns = torch.arange(3 * document).expand(rows, -1)
     in_second = columns >= starts
     other = torch.where(in_second, ids, (ids + vocab_size // 2) % vocab_size)
-    positions = torch.where(in_second, columns - starts, columns).to(grid.device)
+    packed = packed_inputs(torch.where(in_second, columns - starts, columns), grid.device)
     found = []
     with evaluating(model):
         for given in (ids, other):
-            own = model(input_ids=given.to(grid.device), position_ids=positions).logits
+            own = model(input_ids=given.to(grid.device), **packed).logits
             full = full_logits(own, grid, vocab_size=vocab_size, batch=ids.shape)
             found.append(full[in_second.to(full.device)].float())
     logits, changed = found

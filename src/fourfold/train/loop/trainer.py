@@ -28,6 +28,7 @@ from fourfold.config.schema import RunConfig
 from fourfold.data.loader import Batch, Loader
 from fourfold.data.manifest import Split
 from fourfold.data.mixture import Mixture, check_identity, open_mixture
+from fourfold.hf.packed_attention import packed_inputs
 from fourfold.mesh.clock import Clock, clock_of
 from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
@@ -295,12 +296,21 @@ class Trainer:
             total += loss.detach()
         return total
 
-    def split(self, batch: Batch) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    def split(self, batch: Batch) -> tuple[Tensor, list[dict[str, Any]]]:
         """(the number of labels in the global batch, this rank's inputs in micro-batches on its device)."""
-        inputs = {name: rows.to(self.grid.device, non_blocking=True) for name, rows in batch.inputs.items()}
+        device, rows = self.grid.device, self.micro_batch_rows
+        positions = batch.inputs["position_ids"].split(rows)
+        inputs = {
+            name: given.to(device, non_blocking=True)
+            for name, given in batch.inputs.items()
+            if name != "position_ids"
+        }
         counted = count_labels(inputs["labels"], self.grid, shift=True, at_least=0)
-        parts = zip(*(rows.split(self.micro_batch_rows) for rows in inputs.values()), strict=True)
-        return counted, [dict(zip(inputs, rows, strict=True)) for rows in parts]
+        parts = zip(*(given.split(rows) for given in inputs.values()), strict=True)
+        return counted, [
+            dict(zip(inputs, part, strict=True)) | packed_inputs(own, device)
+            for part, own in zip(parts, positions, strict=True)
+        ]
 
 
 def open_data(run: RunConfig, split: Split) -> Mixture:

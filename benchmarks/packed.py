@@ -1,0 +1,109 @@
+"""Are packed documents apart in every family, and equal to documents in rows of their own?
+
+For each family of transformers with a tensor-parallel plan: does its attention go by the bounds of documents, or need a mask?
+Where it goes by bounds, logits and gradients of packed rows are compared with those of each document by itself.
+
+python -m benchmarks.packed
+python -m benchmarks.packed --only llama gemma3
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.tiny_models import Family, families, tiny_model
+from fourfold.hf.packed_attention import NAME, set_attention, use_packed_attention
+
+LENGTHS = ((5, 1, 9, 3), (18,), (2, 16))  # of the documents in each row
+WINDOW = 4
+TOLERANCE = 1e-4  # of the largest entry
+
+
+def check(family: Family) -> tuple[str, str]:
+    """(the kind of attention, or "wrong", or "not tried"; why)."""
+    model = _model(family)
+    config: Any = model.config
+    vocabulary = config.get_text_config().vocab_size
+    ids = torch.randint(
+        8, vocabulary, (len(LENGTHS), sum(LENGTHS[0])), generator=torch.Generator().manual_seed(3)
+    )
+    note = use_packed_attention(_model(family).to("meta"), "auto", "cpu", "fp32")
+    if "by the bounds" not in note:
+        return "mask", note.rpartition("(")[2].removesuffix(")")
+    alone = _values(
+        model, torch.cat([_alone(model, row, lengths) for row, lengths in zip(ids, LENGTHS, strict=True)])
+    )
+    set_attention(model, NAME)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+    packed = _values(
+        model, model(input_ids=ids, position_ids=positions, use_cache=False).logits.flatten(0, 1)
+    )
+    # Relative to the largest entry, or to a thousandth of the largest gradient: that of a key's bias is 0 but for rounding.
+    floor = 1e-3 * max(float(b.abs().max()) for b in alone)
+    error = max(
+        float((a - b).abs().max()) / max(float(b.abs().max()), floor)
+        for a, b in zip(packed, alone, strict=True)
+    )
+    return ("bounds" if error <= TOLERANCE else "wrong"), f"{error:.1e}"
+
+
+def _model(family: Family) -> Any:
+    model = tiny_model(family)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "sliding_window", None):
+            config.sliding_window = WINDOW
+        if isinstance(getattr(module, "sliding_window", None), int):
+            module.sliding_window = WINDOW
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _alone(model: nn.Module, row: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    documents = row.split(list(lengths))
+    return torch.cat([model(input_ids=d.unsqueeze(0), use_cache=False).logits[0] for d in documents])
+
+
+def _values(model: nn.Module, logits: Tensor) -> list[Tensor]:
+    """The logits, and the gradients of a function of them."""
+    model.zero_grad()
+    logits.float().square().sum().backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", help="names of families (default: all)")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    counts: Counter[str] = Counter()
+    for family in families():
+        if options.only and family.name not in options.only:
+            continue
+        try:
+            kind, why = check(family)
+        except Exception as error:  # what a tiny model of a family cannot do
+            kind, why = "not tried", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+        counts[kind] += 1
+        print(f"{family.name:32} {kind:9} {why}", flush=True)
+    print(
+        f"packed: {counts['bounds']} families by the bounds of documents, equal to documents one by one; {counts['mask']} with a mask; "
+        f"{counts['wrong']} wrong; {counts['not tried']} not tried"
+    )
+    return int(counts["wrong"] > 0 or not counts["bounds"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
