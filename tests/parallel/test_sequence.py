@@ -274,7 +274,8 @@ def test_token_sharding_sends_the_same_activation_bytes(
                 assert sent["x", "replica"] - replicated.get(("x", "replica"), 0) == norms
                 assert ("y", "replica") not in sent
         # The inputs of attention, of the MLP and of the head; those of o and down.
-        assert again["x", "regather"] == 4 * (2 * blocks + 1) * Fraction(x - 1, x) * tokens * h / y
+        # Not the head's: its gradients are computed in forward, with the loss.
+        assert again["x", "regather"] == 4 * 2 * blocks * Fraction(x - 1, x) * tokens * h / y
         assert again["y", "regather"] == 4 * blocks * Fraction(y - 1, y) * tokens * (h + f) / x
 
 

@@ -24,7 +24,7 @@ TOKENS = 11  # a prime, so that it divides into equal chunks only for 1
 # 11 tokens in chunks of ceil(11 / chunks) tokens: 5 chunks would have 3 tokens each, so there are only 4.
 PARTS = {1: 1, 2: 2, 3: 3, 5: 4, 20: 11, "auto": 1}
 # Linears that are computed alone, and those that are computed as one group.
-ALONE = {"llama": ("o_proj", "down_proj", "lm_head"), "gpt2": ("c_attn", "c_proj", "c_fc")}
+ALONE = {"llama": ("o_proj", "down_proj"), "gpt2": ("c_attn", "c_proj", "c_fc")}
 TOGETHER = {"llama": ("q_proj+k_proj+v_proj", "gate_proj+up_proj"), "gpt2": ()}
 
 
@@ -48,7 +48,9 @@ def _by_module(flights: list[InFlightCollective]) -> dict[str, list[int]]:
     """Bytes of each call."""
     found: dict[str, list[int]] = defaultdict(list)
     for flight in flights:
-        if flight.purpose == "activation":
+        if (
+            flight.purpose == "activation" and flight.module != "lm_head"
+        ):  # that has chunks of its own, for the loss
             found[flight.module].append(flight.payload_bytes)
     return dict(found)
 

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fourfold.errors import UnsupportedError
 from fourfold.mesh.grid import Grid
+from fourfold.parallel.chunked_loss import LazyLogits
 from fourfold.parallel.loss import loss_of
 from fourfold.parallel.sequence import Tokens
 from fourfold.weights.overlap import Overlap
@@ -317,6 +318,8 @@ def _join(outputs: list[Any]) -> Any:
     for first, second in zip(leaves, tree_leaves(outputs[1]), strict=True):
         if first is loss:
             joined.append(first + second)
+        elif isinstance(first, LazyLogits):
+            joined.append(LazyLogits.joined([first, second]))
         elif isinstance(first, Tensor) and first.ndim > 0:
             joined.append(torch.cat([first, second]))
         elif not isinstance(first, Tensor) and first == second:

@@ -132,7 +132,8 @@ class FusedLinearGroup:
         alone.members, alone.settled = [member], True
         member.group = alone
 
-    def _compute(self, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
+    def operands(self, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, Product, list[Tensor]]:
+        """The input with the tokens that this rank should have of it, the product, and the weights of all members."""
         if members is not self.members:
             product = self._product_of(members)
         elif self._product is None:
@@ -144,12 +145,17 @@ class FusedLinearGroup:
         for member in members:
             member.check_input(input)
             weights += member.local("weight")
-        all_tokens = tuple(input.shape[:-1]) if self.tokens is None else self.tokens.shape
-        flat = (*[1] * (input.ndim - 2), -1)
-        shapes = [
-            flat if m.cuts.leave == "tokens" and not (m.is_head and product.in_ranks == 1) else all_tokens
-            for m in members
-        ]
+        return input, product, weights
+
+    def output_shape(self, input: Tensor, member: Linear4D, product: Product) -> tuple[int, ...]:
+        """The dims of a member's output before its features; -1: the tokens that this rank keeps."""
+        if member.cuts.leave == "tokens" and not (member.is_head and product.in_ranks == 1):
+            return (*[1] * (input.ndim - 2), -1)
+        return tuple(input.shape[:-1]) if self.tokens is None else self.tokens.shape
+
+    def _compute(self, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
+        input, product, weights = self.operands(input, members)
+        shapes = [self.output_shape(input, member, product) for member in members]
         return sharded_product(input, product, shapes, weights)
 
     def _product_of(self, members: Sequence[Linear4D]) -> Product:
@@ -228,6 +234,10 @@ class Linear4D(nn.Module):
             parts *= group.grid.size(group.out_axis)
         self._expected_features = in_features // parts
         group.members.append(self)
+
+    @property
+    def has_bias(self) -> bool:
+        return bool(self._biases)
 
     def local(self, kind: str, axes: tuple[Axis, ...] = ()) -> list[Tensor]:
         """This rank's blocks of the weights, or of the biases; their gradients are summed over ``axes``."""

@@ -18,6 +18,7 @@ from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
+from fourfold.parallel.chunked_loss import HeadLoss, LazyLogits
 from fourfold.parallel.embedding import check_range
 
 IGNORE_INDEX = -100
@@ -195,19 +196,20 @@ class LossGuard:
         shift_labels: Tensor | None = None,
         **ignored: Any,
     ) -> Tensor:
-        if self._stock not in ("ForCausalLMLoss", "ForMaskedLMLoss"):
+        if not self.is_known:
             raise UnsupportedError(
                 f"{self._model} has the loss {self._stock}, which is unsupported for a batch sharded over data*z="
                 f"{self._grid.batch_ranks} and a vocabulary sharded over x={self._grid.x}; omit the labels and compute "
                 "the loss from the logits (ff.cross_entropy)"
             )
-        if shift_labels is not None:
-            targets = shift_labels
-        else:
-            assert labels is not None
-            targets = labels
-            if self._stock == "ForCausalLMLoss":
-                targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if isinstance(logits, LazyLogits):
+            request, loss = logits.request, logits.loss
+            if request is not None and request.is_for(labels, shift_labels, num_items_in_batch, ignore_index):
+                assert loss is not None
+                self._computed[threading.get_ident()] = (loss, _version(loss))
+                return loss
+            logits = logits.values()
+        targets = self.targets(labels, shift_labels, ignore_index)
         # A flat list of labels also has one for each position.
         if targets.numel() == logits.shape[:-1].numel():
             targets = targets.reshape(logits.shape[:-1]).contiguous()
@@ -221,6 +223,20 @@ class LossGuard:
         )
         self._computed[threading.get_ident()] = (loss, _version(loss))
         return loss
+
+    def targets(self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+        """What each position should predict."""
+        if shift_labels is not None:
+            return shift_labels
+        assert labels is not None
+        if self._stock == "ForCausalLMLoss":
+            return torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return labels
+
+    @property
+    def is_known(self) -> bool:
+        """Is the model's loss one that can be computed from a part of the logits?"""
+        return self._stock in ("ForCausalLMLoss", "ForMaskedLMLoss")
 
     def count(self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None) -> Tensor:
         """The number of labels of the global batch that this loss is averaged over."""
@@ -270,6 +286,17 @@ def guard_loss(model: torch.nn.Module, grid: Grid, vocab_size: int | None) -> Lo
     if stock is not None:
         model.loss_function = guard  # type: ignore[assignment]  # Hugging Face has a setter for it
     return guard
+
+
+def chunk_loss(model: torch.nn.Module, grid: Grid, guard: LossGuard | None) -> HeadLoss | None:
+    """Let the model's head compute its loss by chunks of tokens; None where it cannot."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    config: Any = getattr(model, "config", None)
+    if guard is None or not guard.is_known or head is None or not hasattr(config, "get_text_config"):
+        return None
+    head_loss = HeadLoss(grid, guard, int(config.get_text_config().vocab_size))
+    name = next(name for name, module in model.named_modules() if module is head)
+    return head_loss if head_loss.take_over(head, name) else None
 
 
 def full_logits(

@@ -29,6 +29,7 @@ class Options:
     activation_checkpointing: ActivationCheckpointing = "none"
     weights: Weights = "auto"
     overlap: Overlap = field(default_factory=Overlap)
+    chunked_loss: bool = True
 
     def __post_init__(self) -> None:
         for name, values in (

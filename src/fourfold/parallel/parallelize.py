@@ -17,7 +17,7 @@ from fourfold.mesh.grid import Grid
 from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_split
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
 from fourfold.parallel.load import init_shards, load_shards
-from fourfold.parallel.loss import guard_loss
+from fourfold.parallel.loss import chunk_loss, guard_loss
 from fourfold.parallel.options import (
     ActivationCheckpointing,
     ActivationsWanted,
@@ -43,6 +43,7 @@ def parallelize(
     activation_checkpointing: ActivationCheckpointing = "none",
     weights: Weights = "auto",
     overlap: Overlap | None = None,
+    chunked_loss: bool = True,
     checkpoint: str | Path | None = None,
     seed: int = 0,
 ) -> Report:
@@ -60,6 +61,7 @@ def parallelize(
         activation_checkpointing: ``full`` recomputes each block in backward.
         weights: how they are stored over z and data: by ``fsdp2``, or ``streamed`` by Fourfold's own schedule.
         overlap: which communication overlaps with computation.
+        chunked_loss: compute the loss of ``labels`` by chunks of tokens, with only a chunk of the logits in memory.
         checkpoint: a folder of safetensors.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 
@@ -75,7 +77,9 @@ def parallelize(
         True
     """
     on_meta = any(p.is_meta for p in model.parameters())
-    options = Options(roles, precision, activations, activation_checkpointing, weights, overlap or Overlap())
+    options = Options(
+        roles, precision, activations, activation_checkpointing, weights, overlap or Overlap(), chunked_loss
+    )
     report, replays = arrange(model, grid, options, seed=seed if on_meta and checkpoint is None else None)
 
     # 7. Values for the shards of a model that was built on meta, or that a checkpoint has.
@@ -119,6 +123,7 @@ def arrange(
 
     # 3. The loss of logits whose vocabulary is sharded over x, and of a batch that is sharded over z and data.
     guard = guard_loss(model, grid, replaced.vocab_size)
+    head_loss = chunk_loss(model, grid, guard) if options.chunked_loss else None
     caches = disable_caches(model)
 
     # 4. Recomputation of activations and the bounds of random numbers, block by block.
@@ -127,7 +132,7 @@ def arrange(
     recomputed = options.activation_checkpointing == "full"
     for block in blocks:
         wrap_block(block, names[block], inside, dropout, recomputed=recomputed, tokens=tokens)
-    wrap_model(model, inside, replaced.groups, dropout, guard, tokens)
+    wrap_model(model, inside, replaced.groups, dropout, guard, tokens, head_loss)
 
     # 5. Two half-batches alternate, where activations are sent.
     split = BatchSplit.of(grid)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from fourfold.mesh.axes import Axis
+from fourfold.parallel.chunked_loss import HeadLoss
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.linear import FusedLinearGroup
 from fourfold.parallel.loss import LossGuard
@@ -37,6 +38,7 @@ def wrap_model(
     dropout: Dropout | None,
     guard: LossGuard | None,
     tokens: Tokens | None = None,
+    head_loss: HeadLoss | None = None,
 ) -> None:
     """Wrap the model's forward; it runs inside FSDP2's hooks, which handle the parameters themselves."""
     inner = model.forward
@@ -48,7 +50,8 @@ def wrap_model(
         if guard is not None:
             guard.expect()
         try:
-            with inside, tokens.using(None) if tokens is not None else nullcontext():
+            asked = head_loss.expecting(kwargs) if head_loss is not None else nullcontext()
+            with inside, asked, tokens.using(None) if tokens is not None else nullcontext():
                 output = inner(*args, **kwargs)
         finally:
             if dropout is not None:

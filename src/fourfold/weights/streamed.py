@@ -143,7 +143,8 @@ class StreamedWeights:
             self._entered[module] -= 1
             if _inside_backward():
                 return  # a recomputed forward: backward reads them next
-            can_release = is_lookup or not torch.is_grad_enabled()
+            is_known = getattr(output, "gradient_is_known", False)
+            can_release = is_lookup or is_known or not torch.is_grad_enabled()
             if not can_release:
                 for tensor in tree_leaves(output):
                     if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -151,6 +152,7 @@ class StreamedWeights:
                         can_release = True
             for weight in weights:
                 weight.passes += 1
+                weight.gradient_is_known = is_known
                 if (
                     can_release
                     and weight.passes == self._half_batches()
@@ -222,6 +224,8 @@ class StreamedWeights:
         self._kept.clear()
         left = self._overlap.keep_bytes
         for weight in dict.fromkeys(reversed(self._this_order)):
+            if weight.gradient_is_known:
+                continue
             left -= weight.memory_bytes
             if left < 0:
                 break

@@ -53,6 +53,8 @@ class StreamedWeight:
         # Since it was gathered: the number of half-batches that its module has computed, and whether other modules read it.
         self.passes = 0
         self.is_read_elsewhere = False
+        # Forward has computed its gradient with its output, so that backward does not read it.
+        self.gradient_is_known = False
         self._block: Tensor | None = None
         self._memory: int | None = None  # the storage that the block is an alias of
         self._flat: Tensor | None = None

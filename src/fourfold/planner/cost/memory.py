@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fourfold.parallel.chunk_size import chunk_tokens
 from fourfold.planner.cost.optimizer import (
     ADAMW_STATE_BYTES,
     MUON_STATE_BYTES,
@@ -29,9 +30,9 @@ WORK_BYTES = 2  # bf16, unless the work is in fp32
 WIDE_BYTES = 4  # norms and loss compute in fp32
 
 HEAD_BYTES = 4  # the logarithm of the softmax's sum, fp32, for each head
-# In addition to its logits the loss holds an fp32 copy and two fp32 temporaries of that size (parallel/loss.py); the stock loss of a
-# single rank one fewer, but its gradient in the precision of the work.
-LOSS_BYTES, STOCK_LOSS_BYTES = 12, 10
+# In addition to its logits the stock loss of a single rank holds an fp32 copy and a temporary, and its gradient in the precision of
+# the work. Otherwise the loss has a chunk of the logits, that in fp32, and its gradient (parallel/chunked_loss.py).
+STOCK_LOSS_BYTES = 10
 # Backward of a norm, for each feature: the gradient in fp32 and three products of it; in the precision of the work the
 # gradients of its output and of the residual stream.
 NORM_BACKWARD_WIDE, NORM_BACKWARD_COPIES = 4, 2
@@ -233,17 +234,26 @@ def _moments(
         in_last = root + copied * shard.block
 
     # The loss. Gradients that are added up over micro-batches are whole over z until they are sent.
-    logits = (work_bytes + (LOSS_BYTES if layout.ranks > 1 else STOCK_LOSS_BYTES)) * tokens
-    logits *= -(-w.vocabulary // layout.x) / (layout.y if layout.by_tokens else 1)
+    columns = -(-w.vocabulary // layout.x)
     added_up = GRADIENT_BYTES * whole if accumulates else 0.0
     saved = w.layers * each + last_norm
-    yield at("the loss", added_up, saved, at_loss, buffers, logits)
-    if layout.by_tokens and layout.y > 1:
-        # The gradient of a y rank's logits, and that of all, gathered; the gradients of the head and of its input.
-        gathered_logits = work_bytes * tokens * -(-w.vocabulary // layout.x) * (1 + 1 / layout.y)
-        live_head = work_bytes * (hidden + hidden_read * (1 if layout.keep_inputs else 2))
-        head_gradient = added_up + work_bytes * shard.table
-        yield at("the head's gradient", head_gradient, saved + live_head, at_loss, buffers, gathered_logits)
+    if layout.ranks == 1:
+        logits = (work_bytes + STOCK_LOSS_BYTES) * tokens * columns
+        yield at("the loss", added_up, saved, at_loss, buffers, logits)
+    else:
+        size = chunk_tokens(w.vocabulary, layout.x)
+        # The logits, in fp32, and their gradient; in fp32 all are one.
+        each_logit = WIDE_BYTES + (2 * work_bytes if work_bytes < WIDE_BYTES else 0)
+        at_head = saved + work_bytes * hidden_read  # and the gradient of the head's input
+        # In the first chunk, and in the second, with the gradient of the head so far.
+        for rows, so_far in ((min(tokens, size), 0.0), (min(tokens - size, size), WIDE_BYTES * shard.table)):
+            if rows <= 0:
+                continue
+            logits = rows / (layout.y if layout.by_tokens else 1) * columns * each_logit
+            yield at("the loss", added_up + so_far, at_head, at_loss, buffers, logits)
+            # Then the gradient of all of a chunk's logits, and that of the head by this chunk.
+            by_chunk = added_up + so_far + work_bytes * shard.table
+            yield at("the head's gradient", by_chunk, at_head, at_loss, buffers, rows * columns * work_bytes)
 
     # Backward, ``done`` blocks before the end: everything is linear in it between the first two and the last two.
     # The number of blocks whose gradients are being sent, in fp32: FSDP2 waits for a block before it sends the next, streamed weights for the

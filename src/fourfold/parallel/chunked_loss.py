@@ -1,0 +1,426 @@
+"""The head and the loss in one: chunk by chunk of the tokens, so that only a chunk of the logits exists at a time.
+
+`model(input_ids, labels=labels).loss` of an unmodified model takes this way by itself. While the model has labels, its head
+computes the loss of its output, and returns `LazyLogits` that hold it; the model's loss function takes it from there. Whoever
+reads the logits gets them: then the head is called again. The gradients of the head and of its input are computed in forward,
+with the logits, because they need nothing but the labels and the number of tokens; backward multiplies them by the gradient of
+the loss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fourfold.hf.parameter_layout import chunk
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.collectives import Pending
+from fourfold.mesh.grid import Grid
+from fourfold.mesh.reductions import sum_forward
+from fourfold.parallel.chunk_size import chunk_tokens
+from fourfold.parallel.embedding import check_range
+from fourfold.parallel.linear import Linear4D
+from fourfold.parallel.linear_op import Product
+from fourfold.weights.overlap import Overlap
+
+# -- the logits that a model returns ----------------------------------------------------------------------------------
+
+_METADATA = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.element_size,
+    Tensor.stride,
+}
+
+
+class LazyLogits(Tensor):
+    """Logits that are computed when something reads them. ``loss`` is the loss of ``request``, if it was computed without."""
+
+    # For those who free the head's weight until backward: it is not read there.
+    gradient_is_known = True
+    loss: Tensor | None
+    request: Request | None
+    _compute: Callable[[], Tensor]
+    _made: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        like: Tensor,
+        compute: Callable[[], Tensor],
+        loss: Tensor | None = None,
+        request: Request | None = None,
+    ) -> LazyLogits:
+        lazy = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
+        lazy.loss, lazy.request, lazy._compute, lazy._made = loss, request, compute, None
+        return lazy
+
+    def values(self) -> Tensor:
+        if self._made is None:
+            self._made = self._compute()
+        return self._made
+
+    @staticmethod
+    def joined(parts: Sequence[LazyLogits]) -> LazyLogits:
+        """The rows of several half-batches, one after another."""
+        rows = sum(part.shape[0] for part in parts)
+        return LazyLogits(
+            (rows, *parts[0].shape[1:]), parts[0], lambda: torch.cat([part.values() for part in parts])
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA or getattr(func, "__name__", "") == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LazyLogits({tuple(self.shape)}, {self.dtype})"
+
+
+# -- what a forward asks for ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """The arguments of a forward that say which loss it wants."""
+
+    labels: Tensor | None
+    shift_labels: Tensor | None
+    num_items: int | Tensor | None
+    ignore_index: int
+
+    @staticmethod
+    def of(given: dict[str, Any]) -> Request | None:
+        labels, shift_labels = given.get("labels"), given.get("shift_labels")
+        if not isinstance(labels, Tensor) and not isinstance(shift_labels, Tensor):
+            return None
+        ignore_index = given.get("ignore_index")
+        return Request(
+            labels,
+            shift_labels,
+            given.get("num_items_in_batch"),
+            -100 if ignore_index is None else ignore_index,
+        )
+
+    def is_for(
+        self,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items: int | Tensor | None,
+        ignore_index: int,
+    ) -> bool:
+        """Does the model's loss function ask for the same?"""
+        return (
+            (shift_labels is self.shift_labels if shift_labels is not None else labels is self.labels)
+            and num_items is self.num_items
+            and ignore_index == self.ignore_index
+        )
+
+
+class Targets(Protocol):
+    """What the model's loss function does with labels."""
+
+    def targets(self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+        """What each position should predict."""
+
+    def count(self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None) -> Tensor:
+        """The number of labels of the global batch."""
+
+
+class HeadLoss:
+    """Lets a head compute the loss while the model has labels."""
+
+    def __init__(self, grid: Grid, targets: Targets, vocab_size: int) -> None:
+        self._grid, self._targets, self._vocabulary = grid, targets, vocab_size
+        self._mine = threading.local()  # half-batches run in threads
+        # The model does something to its logits before the loss: they are needed.
+        self._is_direct = True
+
+    @contextmanager
+    def expecting(self, given: dict[str, Any]) -> Iterator[None]:
+        """A forward with these arguments."""
+        request = Request.of(given) if self._is_direct else None
+        self._mine.request, self._mine.inside = request, True
+        if request is not None:
+            self._mine.num_items = request.num_items
+            if request.num_items is None:
+                self._mine.num_items = self._targets.count(
+                    request.labels, request.shift_labels, request.ignore_index
+                )
+        try:
+            yield
+        finally:
+            self._mine.request, self._mine.inside = None, False
+
+    def take_over(self, head: nn.Module, name: str) -> bool:
+        """Replace the head's forward, if it is a plain product."""
+        if isinstance(head, Linear4D):
+            if head.has_bias or head.weight_count != 1:
+                return False
+        elif not isinstance(head, nn.Linear) or head.bias is not None:
+            return False
+        inner = head.forward
+
+        def forward(input: Tensor) -> Tensor:
+            request = getattr(self._mine, "request", None)
+            if request is None:
+                return inner(input)
+            return self._lazy(head, name, inner, input, request)
+
+        head.forward = forward  # type: ignore[method-assign]
+        return True
+
+    def _lazy(
+        self, head: nn.Module, name: str, inner: Callable[[Tensor], Tensor], input: Tensor, request: Request
+    ) -> Tensor:
+        targets = self._targets.targets(request.labels, request.shift_labels, request.ignore_index)
+        if isinstance(head, Linear4D):
+            own, product, (weight,) = head.group.operands(input, [head])
+            lead = head.group.output_shape(own, head, product)
+        else:
+            assert isinstance(head, nn.Linear)
+            own, weight = input, head.weight
+            product = _stock_product(self._grid, name)
+            lead = tuple(input.shape[:-1])
+        rows = own.shape[:-1].numel() * (product.out_ranks if product.enter == "tokens" else 1)
+        if rows != targets.numel():  # some positions alone: the stock loss says what is wrong with that
+            return inner(input)
+        loss = chunked_cross_entropy(
+            own,
+            weight,
+            targets,
+            product,
+            self._grid,
+            self._vocabulary,
+            request.ignore_index,
+            self._mine.num_items,
+        )
+        width = weight.shape[1 if product.transposed else 0]
+        shape = (*lead, width) if -1 not in lead else (*lead[:-1], _rows_kept(rows, product), width)
+
+        tokens = head.group.tokens if isinstance(head, Linear4D) else None
+        batch = tokens.shape if tokens is not None else None
+
+        def compute() -> Tensor:
+            if getattr(self._mine, "inside", False):
+                self._is_direct = False
+            before, self._mine.request = getattr(self._mine, "request", None), None
+            try:
+                with tokens.using(batch) if tokens is not None else nullcontext():
+                    return cast(Tensor, head(input))
+            finally:
+                self._mine.request = before
+
+        return LazyLogits(shape, own, compute, loss, request)
+
+
+def _rows_kept(rows: int, product: Product) -> int:
+    return rows // product.in_ranks if product.leaves[0] == "tokens" else rows
+
+
+def _stock_product(grid: Grid, name: str) -> Product:
+    """That of a head that is not sharded."""
+    return Product(
+        grid.collectives,
+        None,
+        None,
+        "whole",
+        ("whole",),
+        (slice(0, 1),),
+        False,
+        Overlap(),
+        grid.target,
+        False,
+        name,
+    )
+
+
+# -- the function -----------------------------------------------------------------------------------------------------
+
+
+def chunked_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    product: Product,
+    grid: Grid,
+    vocab_size: int,
+    ignore_index: int,
+    num_items: int | Tensor,
+) -> Tensor:
+    """The mean cross entropy of the global batch from the input of the head; ``targets`` are those of all tokens."""
+    targets = targets.reshape(-1).to(input.device)
+    check_range(targets, vocab_size, "a label", ignore_index)
+    is_split = product.leaves[0] == "tokens" and product.in_ranks > 1
+    wants = (
+        torch.is_grad_enabled() and input.requires_grad,
+        torch.is_grad_enabled() and weight.requires_grad,
+    )
+    columns = (
+        chunk(vocab_size, grid.x, grid.coordinate("x")) if product.out_axis == "x" else slice(0, vocab_size)
+    )
+    assert weight.shape[1 if product.transposed else 0] == columns.stop - columns.start
+    # In the gradients of the logits, in fp32: most often backward then multiplies by 1.
+    share = 1.0 / torch.as_tensor(num_items, device=input.device, dtype=torch.float32)
+    arguments = (input, weight, targets, product, grid, columns.start, vocab_size, ignore_index, share, wants)
+    loss = cast(Tensor, _ChunkedLoss.apply(*arguments))  # type: ignore[no-untyped-call]
+    # As in `cross_entropy`: each rank has the loss of its own tokens.
+    axes: tuple[Axis, ...] = ("y", "z", "data") if is_split else ("z", "data")
+    for axis in axes:
+        loss = sum_forward(loss, grid.collectives, axis, "loss", product.name)
+    return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The sum over this rank's tokens of -log p(label) times ``share``, and its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        product: Product,
+        grid: Grid,
+        first: int,
+        vocabulary: int,
+        ignore_index: int,
+        share: Tensor,
+        wants: tuple[bool, bool],
+    ) -> Tensor:
+        wants_input, wants_weight = wants
+        own = input.reshape(-1, input.shape[-1])
+        gathered, pending = product.gather(own, product.out_axis, product.enter, "activation")
+        _wait(product, pending)
+        (full,) = gathered
+        block = weight.t() if product.transposed else weight
+        leave = product.leaves[0]
+        groups = product.in_ranks if leave == "tokens" else 1
+        # [groups, tokens of a group, features]: a rank of in_axis keeps the logits of one group.
+        tokens, labels = full.unflatten(0, (groups, -1)), targets.view(groups, -1)
+        mine = grid.coordinate(product.in_axis) if groups > 1 else 0
+        size = max(1, chunk_tokens(vocabulary, grid.size(product.out_axis)) // groups)
+        total = torch.zeros((), device=input.device)
+        input_gradient = torch.empty_like(tokens) if wants_input else None
+        weight_gradient: Tensor | None = None
+        for begin in range(0, tokens.shape[1], size):
+            part = tokens[:, begin : begin + size].flatten(0, 1)
+            logits = torch.mm(part, block.t())
+            if groups > 1:
+                kept = logits.new_empty(logits.shape[0] // groups, logits.shape[1])
+                _wait(product, product.reduce(kept, logits, product.in_axis, leave))
+                logits = kept
+            elif product.in_ranks > 1:
+                _wait(product, product.reduce(logits, logits, product.in_axis, leave))
+            label = labels[mine, begin : begin + size]
+            loss, gradient = _token_losses(logits, label, first, ignore_index, share, product, any(wants))
+            total += loss
+            if gradient is None:
+                continue
+            del logits
+            if groups > 1:
+                whole = gradient.new_empty(gradient.shape[0] * groups, gradient.shape[1])
+                axis = cast(Axis, product.in_axis)
+                _wait(
+                    product,
+                    product.collectives.all_gather(whole, gradient, axis, "activation", module=product.name),
+                )
+                gradient = whole
+                del whole
+            is_last = begin + size >= tokens.shape[1]
+            if input_gradient is not None:
+                input_gradient[:, begin : begin + size] = torch.mm(gradient, block).unflatten(0, (groups, -1))
+                if is_last:  # in flight while the last part of the head's gradient is computed
+                    scattered, pending = _start_to_reduce(product, input_gradient.view_as(gathered), own)
+            if wants_weight:
+                step = torch.mm(gradient.t(), part)
+                if weight_gradient is None:
+                    # Of several chunks summed in fp32, whatever the dtype of the weight.
+                    weight_gradient = step if is_last else step.float()
+                else:
+                    weight_gradient += step
+                del step
+            del gradient  # not to be there with the next logits
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+            weight_gradient = weight_gradient.t() if product.transposed else weight_gradient
+        if input_gradient is not None:
+            _wait(product, pending)
+            input_gradient = scattered.view(input.shape)
+        ctx.save_for_backward(input_gradient, weight_gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = [None if saved is None else saved * gradients[0] for saved in ctx.saved_tensors]
+        return (*found, None, None, None, None, None, None, None, None)
+
+
+def _start_to_reduce(product: Product, parts: Tensor, own: Tensor) -> tuple[Tensor, Pending]:
+    """The sum over out_axis of the gradient of the input: of this rank's tokens, or of all."""
+    is_cut = product.enter == "tokens" and product.out_ranks > 1
+    scattered = torch.empty_like(own) if is_cut else parts
+    return scattered, product.reduce(scattered, parts, product.out_axis, product.enter)
+
+
+def _wait(product: Product, pending: Pending) -> None:
+    interleaving = product.collectives.interleaving
+    if interleaving is not None:
+        interleaving.switch()  # the other half-batch runs meanwhile
+    pending.wait()
+
+
+def _token_losses(
+    logits: Tensor,
+    labels: Tensor,
+    first: int,
+    ignore_index: int,
+    share: Tensor,
+    product: Product,
+    wants_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """(the sum of the losses of these tokens, the gradient of the logits in their dtype), in fp32 in between."""
+    wide, width = logits.float(), logits.shape[-1]
+    local = labels - first
+    counted = labels != ignore_index
+    here = (local >= 0) & (local < width) & counted
+    # A rank may have no columns, if the vocabulary is smaller than x.
+    highest = wide.amax(-1) if width else wide.new_full(labels.shape, float("-inf"))
+    send, axis, name = product.collectives.all_reduce, product.out_axis, product.name
+    send(highest, axis, "loss", dist.ReduceOp.MAX, module=name).wait()
+    sums = wide.new_zeros(2, *labels.shape)
+    index = local.clamp(0, max(0, width - 1)).unsqueeze(-1)
+    if width:
+        sums[1] = torch.where(here, wide.gather(-1, index).squeeze(-1), 0.0)
+        # In place, unless the logits are in fp32 themselves, which nobody reads any more either.
+        wide.sub_(highest.unsqueeze(-1)).exp_()
+        torch.sum(wide, -1, out=sums[0])
+    send(sums, axis, "loss", module=name).wait()
+    log_z = highest + sums[0].log()
+    loss = torch.where(counted, log_z - sums[1], 0.0).sum() * share
+    if not wants_gradient:
+        return loss, None
+    if width:
+        wide.div_(sums[0].unsqueeze(-1))
+        wide.scatter_add_(-1, index, -here.to(wide.dtype).unsqueeze(-1))
+    wide.mul_((counted * share).unsqueeze(-1))
+    return loss, wide.to(logits.dtype)
