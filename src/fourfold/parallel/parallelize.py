@@ -155,6 +155,7 @@ def arrange(
         half_batches=split.half_batches,
         embedding=replaced.embedding,
         head=replaced.head,
+        keeps_head=head_loss is None,
     )
     decisions = Decisions(
         weights, why_weights, "sequence-parallel" if tokens else "replicated", why_activations, why_unsplit

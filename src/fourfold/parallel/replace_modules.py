@@ -96,6 +96,8 @@ class ModuleReplacement:
         for module, gradient_axes in self.kept.items() if not self.plain else ():
             show_local_parameters(module, gradient_axes, self.inside)
         if keeps_all:
+            if not tied:
+                self.out.embedding, self.out.head = self._stock_ends()
             return self.out
         self._heads(roles)
         if self.sequence_roles is not None:
@@ -299,6 +301,15 @@ class ModuleReplacement:
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, key = name.rpartition(".")
         self.model.get_submodule(parent).register_module(key, module)
+
+    def _stock_ends(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """The embedding and the head of a model whose modules are not replaced."""
+        ends = (
+            getattr(self.model, f"get_{which}_embeddings", lambda: None)() for which in ("input", "output")
+        )
+        embedding, head = ends
+        is_known = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
+        return (embedding, head) if is_known else (None, None)
 
     def _tied(self) -> bool:
         """Does any parameter belong to two modules?"""

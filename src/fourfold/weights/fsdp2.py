@@ -42,6 +42,7 @@ class Fsdp2Weights:
         precision: Precision,
         embedding: nn.Module | None,
         head: nn.Module | None,
+        keeps_head: bool,
     ) -> None:
         """``embedding`` and ``head``, where they are not tied, are groups of their own."""
         self._collectives = grid.collectives
@@ -62,8 +63,8 @@ class Fsdp2Weights:
             # A lookup's gradient does not read the weight: no second gather.
             shard(embedding).set_unshard_in_backward(False)
         if head is not None:
-            # Backward begins with the head: it stays gathered.
-            shard(head, reshard_after_forward=False)
+            # Backward begins with the head: it stays gathered, if backward reads it.
+            shard(head, reshard_after_forward=not keeps_head)
         shard(model)
         model.register_forward_hook(_check_output)
         for module in model.modules():

@@ -36,15 +36,16 @@ def shard_weights(
     half_batches: Callable[[], int],
     embedding: nn.Module | None = None,
     head: nn.Module | None = None,
+    keeps_head: bool = True,
 ) -> None:
     """Shard every parameter over z.
 
     Master weights and the reduction of gradients are fp32 in either precision; in bf16 the gathered weights, and so
     the computation, are bf16. ``half_batches`` tells how many parts of a batch are in the model now; ``embedding`` and
-    ``head`` are those that are not tied.
+    ``head`` are those that are not tied. ``keeps_head``: backward reads the head's weight.
     """
     if weights == "streamed":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         StreamedWeights(model, grid, blocks, dtype, overlap, half_batches)
     else:
-        Fsdp2Weights(model, grid, blocks, precision, embedding, head)
+        Fsdp2Weights(model, grid, blocks, precision, embedding, head, keeps_head)

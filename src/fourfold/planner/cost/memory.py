@@ -213,7 +213,7 @@ def _moments(
     copied = 0 if is_streamed and layout.z == 1 and work_bytes == MASTER_BYTES else work_bytes
     kept = min(layout.keep_bytes, copied * w.layers * shard.block)
     # FSDP2 has a last group for what is in no block, and no group of its own: gathered from the first forward to the end.
-    in_root = not is_streamed and (w.tied or not cut)
+    in_root = not is_streamed and w.tied
     root = copied * shard.outside if in_root else 0.0
     # The head's gradient waits there for the embedding's.
     root_gradient = work_bytes * shard.table if in_root else 0.0
