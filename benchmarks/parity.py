@@ -26,7 +26,7 @@ from benchmarks.ranks import RankPool
 from fourfold.mesh.axes import Axis, factorisations
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
-from fourfold.parallel import loss, norm
+from fourfold.parallel import layers, loss
 from fourfold.parallel.linear_op import Cut, Product
 from fourfold.parallel.options import ActivationsWanted
 from fourfold.selftest import (
@@ -51,9 +51,9 @@ FAULTS = ("norm", "sibling-reduce", "loss")
 @contextmanager
 def injected(fault: str) -> Iterator[None]:
     """A fault in one kind of layer, for as long as it lasts."""
-    saved = (norm.sum_both, loss.count_labels, Product.reduce)
+    saved = (layers.sum_both, loss.count_labels, Product.reduce)
     if fault == "norm":  # each shard normalises by its own statistics
-        norm.sum_both = lambda part, collectives, axis, *_: part * collectives.size(axis)
+        layers.sum_both = lambda part, collectives, axis, *_: part * collectives.size(axis)
     elif fault == "loss":  # the mean over the labels of this rank, not of the global batch
         loss.count_labels = lambda labels, grid, **_: (labels != -100).sum().clamp(min=1)
     elif fault == "sibling-reduce":  # q, k, v and gate, up forget to sum the gradient of their input
@@ -61,7 +61,7 @@ def injected(fault: str) -> Iterator[None]:
     try:
         yield
     finally:
-        norm.sum_both, loss.count_labels, Product.reduce = saved  # type: ignore[method-assign]
+        layers.sum_both, loss.count_labels, Product.reduce = saved  # type: ignore[method-assign]
 
 
 def _forgetful(reduce: Callable[..., Pending]) -> Callable[..., Pending]:

@@ -123,9 +123,10 @@ def expected(
         gather(LAYERS * (matrices + block_vectors), 2)
         gather(outside_vectors + sum(tables.values()), 1)
     else:  # matrix by matrix; vectors come together, once
-        last = _blocks(kind)[-1][0]  # still there when backward begins: it is within the prefetch
+        # The last two matrices, of the same size, are still there when backward begins: they are within the prefetch.
+        last = _blocks(kind)[-1][0]
         gather(LAYERS * matrices, 2)
-        gather(Fraction(-last.k * last.n, size["y"] * size["x"]), 1)
+        gather(Fraction(-2 * last.k * last.n, size["y"] * size["x"]), 1)
         gather(vectors + sum(tables.values()), 1)
         if kind == "gpt2":
             gather(table, 1)  # once for the lookup, once for the head
@@ -175,11 +176,12 @@ def check(
             wrong.append(
                 f"{key}: sent {float(measured[key]):.0f} bytes, the formula says {float(formula.get(key, 0)):.0f}"
             )
-    # Two forward and two backward in each block; the head adds one on y forward and one on x backward, the embedding
-    # one on x forward. By tokens each of them is two, one of which may be in the other direction.
-    right_calls = {"y": (2 * LAYERS + 1, 2 * LAYERS), "x": (2 * LAYERS + 1, 2 * LAYERS + 1)}
+    # Two forward and two backward in each block; the head adds one on y and one on x, both forward, because it computes its
+    # gradients with the loss, the embedding one on x forward. By tokens each of them is two, in a block or of the embedding one
+    # of them in the other direction.
+    right_calls = {"y": (2 * LAYERS + 1, 2 * LAYERS), "x": (2 * LAYERS + 2, 2 * LAYERS)}
     if activations == "sequence-parallel":
-        right_calls = {"y": (4 * LAYERS + 1, 4 * LAYERS + 1), "x": (4 * LAYERS + 2, 4 * LAYERS + 2)}
+        right_calls = {"y": (4 * LAYERS + 2, 4 * LAYERS), "x": (4 * LAYERS + 3, 4 * LAYERS + 1)}
     for axis, passes in right_calls.items():
         if shape[("data", "z", "y", "x").index(axis)] == 1:
             continue

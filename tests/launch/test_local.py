@@ -238,7 +238,7 @@ def test_init_takes_a_pretrained_model_or_an_architecture(
     assert (run.model.pretrained, run.model.config) == (Path(model), None)
     positions = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
     assert run.data.sequence_length == min(positions, 4096)
-    assert (run.optimizer.lr, run.optimizer.weight_decay, run.schedule.steps) == (2e-5, 0.0, 1)
+    assert (run.optimizer.lr, run.optimizer.weight_decay, run.schedule.steps) == (2e-5, 0.0, 2)
     file = tmp_path / "new.toml"
     assert main(["init", str(file), "--config", model, "--data", data]) == 0
     run = load_run(file)

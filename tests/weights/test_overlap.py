@@ -103,7 +103,7 @@ def test_chunks_change_the_number_of_calls_and_nothing_else(pool: RankPool, kind
             }
             alone = [name for name in forward if name.endswith(ALONE[kind])]
             together = [name for name in forward if name.endswith(TOGETHER[kind])] if TOGETHER[kind] else []
-            assert alone
+            assert alone or together
             for name in alone:
                 assert len(forward[name]) == parts
                 rows = -(-TOKENS // parts)
@@ -208,7 +208,10 @@ def test_without_overlap_one_collective_is_in_flight_at_a_time(pool: RankPool, s
         assert in_flight_together(flights) == []
     for flights in pool.run(no_overlap, 4, shape, ff.Overlap(bundle_bytes=1024)):
         together = {purpose for purpose, _ in in_flight_together(flights)}
-        assert together == {"weight", "gradient"} | ({"activation"} if shape[3] > 1 else set())
+        always = {"weight"} | ({"activation"} if shape[3] > 1 else set())
+        assert (
+            always <= together <= always | {"gradient"}
+        )  # one that is done already is waited for, to free its memory
 
 
 # -- errors ----------------------------------------------------------------------------------------------------

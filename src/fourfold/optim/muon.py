@@ -31,7 +31,7 @@ from fourfold.hf.anatomy import find_blocks
 from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.optim.redistribute import MatrixRedistribute
 from fourfold.optim.sharded_optimizer import sharded_optimizer
-from fourfold.parallel.embedding import Embedding4D
+from fourfold.parallel.layers import Embedding4D
 from fourfold.parallel.report import Report
 
 COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)

@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from fourfold.hf.parameter_layout import chunk
@@ -26,7 +27,7 @@ from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.chunk_size import chunk_tokens
-from fourfold.parallel.embedding import check_range
+from fourfold.parallel.layers import check_range
 from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.linear_op import Product
 from fourfold.weights.overlap import Overlap
@@ -152,8 +153,9 @@ class HeadLoss:
     def __init__(self, grid: Grid, targets: Targets, vocab_size: int) -> None:
         self._grid, self._targets, self._vocabulary = grid, targets, vocab_size
         self._mine = threading.local()  # half-batches run in threads
-        # The model does something to its logits before the loss: they are needed.
+        # Until the model does something to its logits before the loss, and needs them.
         self._is_direct = True
+        self._is_read_in_backward = False
 
     @contextmanager
     def expecting(self, given: dict[str, Any]) -> Iterator[None]:
@@ -183,11 +185,19 @@ class HeadLoss:
         def forward(input: Tensor) -> Tensor:
             request = getattr(self._mine, "request", None)
             if request is None:
+                self._read_in_backward(head)
                 return inner(input)
             return self._lazy(head, name, inner, input, request)
 
         head.forward = forward  # type: ignore[method-assign]
         return True
+
+    def _read_in_backward(self, head: nn.Module) -> None:
+        """The backward of plain logits reads the weight: from now on FSDP2 gathers it there."""
+        if not self._is_read_in_backward and torch.is_grad_enabled():
+            self._is_read_in_backward = True
+            if isinstance(head, FSDPModule):
+                head.set_unshard_in_backward(True)
 
     def _lazy(
         self, head: nn.Module, name: str, inner: Callable[[Tensor], Tensor], input: Tensor, request: Request
@@ -203,6 +213,7 @@ class HeadLoss:
             lead = tuple(input.shape[:-1])
         rows = own.shape[:-1].numel() * (product.out_ranks if product.enter == "tokens" else 1)
         if rows != targets.numel():  # some positions alone: the stock loss says what is wrong with that
+            self._read_in_backward(head)
             return inner(input)
         loss = chunked_cross_entropy(
             own,

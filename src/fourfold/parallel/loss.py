@@ -19,7 +19,7 @@ from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.chunked_loss import HeadLoss, LazyLogits
-from fourfold.parallel.embedding import check_range
+from fourfold.parallel.layers import check_range
 
 IGNORE_INDEX = -100
 

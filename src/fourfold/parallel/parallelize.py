@@ -16,7 +16,6 @@ from fourfold.hf.safetensors_reader import CheckpointFiles
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_split
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
-from fourfold.parallel.load import init_shards, load_shards
 from fourfold.parallel.loss import chunk_loss, guard_loss
 from fourfold.parallel.options import (
     ActivationCheckpointing,
@@ -29,6 +28,7 @@ from fourfold.parallel.report import Decisions, Report, compose_report
 from fourfold.parallel.sequence_roles import choose_activations
 from fourfold.parallel.wrap import Inside, disable_caches, wrap_block, wrap_model
 from fourfold.weights.api import Precision, Weights
+from fourfold.weights.load import init_shards, load_shards
 from fourfold.weights.overlap import Overlap
 from fourfold.weights.shard import choose_weights, shard_weights
 

@@ -15,10 +15,9 @@ from fourfold.hf.roles import Role, family_of, matches
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.dropout import Dropout
-from fourfold.parallel.embedding import Embedding4D
+from fourfold.parallel.layers import Embedding4D, Norm4D
 from fourfold.parallel.linear import FusedLinearGroup, Linear4D
 from fourfold.parallel.local_views import reject_use, shard_output, show_local_heads, show_local_parameters
-from fourfold.parallel.norm import Norm4D
 from fourfold.parallel.sequence import REPLICATED, show_full_shape
 from fourfold.parallel.sequence_roles import SequenceRoles, head_parts
 from fourfold.parallel.wrap import Inside

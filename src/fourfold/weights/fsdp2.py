@@ -64,7 +64,7 @@ class Fsdp2Weights:
             shard(embedding).set_unshard_in_backward(False)
         if head is not None:
             # Backward begins with the head: it stays gathered, if backward reads it.
-            shard(head, reshard_after_forward=not keeps_head)
+            shard(head, reshard_after_forward=not keeps_head).set_unshard_in_backward(keeps_head)
         shard(model)
         model.register_forward_hook(_check_output)
         for module in model.modules():

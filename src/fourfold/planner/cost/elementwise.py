@@ -22,7 +22,7 @@ class Moved(NamedTuple):
 
 # For each feature of the residual stream: two norms and two additions. Eager, a norm in fp32 is 36 bytes forward and 92 back.
 _RESIDUAL = {"fused": Moved(2 * 4 + 2 * 6, 40), "eager": Moved(2 * 36 + 2 * 6, 2 * 92)}
-# The same of LayerNorm, which PyTorch has a kernel for; not so where its features are sharded (parallel/norm.py).
+# The same of LayerNorm, which PyTorch has a kernel for; not so where its features are sharded (parallel/layers.py).
 _LAYER_NORMS, _SHARDED_LAYER_NORMS = Moved(2 * 4 + 2 * 6, 36), Moved(2 * 60 + 2 * 6, 2 * 122)
 _BIAS = 4  # added to an output by an operator of its own, where the linear is sharded
 _COPY = 4  # read and written

@@ -95,7 +95,7 @@ def norm_bytes(workload: Workload, cut: bool, work_bytes: int) -> int:
         return WIDE_BYTES + 2 * work_bytes
     if not cut:  # the fused LayerNorm of PyTorch keeps its input as it came
         return 2 * work_bytes
-    return 2 * WIDE_BYTES + work_bytes  # centred and normal in fp32 (parallel/norm.py)
+    return 2 * WIDE_BYTES + work_bytes  # centred and normal in fp32 (parallel/layers.py)
 
 
 def saved_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float:
