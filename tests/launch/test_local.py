@@ -239,6 +239,12 @@ def test_init_takes_a_pretrained_model_or_an_architecture(
     positions = json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
     assert run.data.sequence_length == min(positions, 4096)
     assert (run.optimizer.lr, run.optimizer.weight_decay, run.schedule.steps) == (2e-5, 0.0, 2)
+    assert "which change the weights little" in said.err
+    often = tmp_path / "often.toml"
+    assert main(["init", str(often), "--pretrained", model, "--data", data, "--epochs", "50"]) == 0
+    assert load_run(often).schedule.steps >= 100
+    assert main(["init", str(tmp_path / "x.toml"), "--data", data, "--epochs", "2"]) == 2
+    capsys.readouterr()
     file = tmp_path / "new.toml"
     assert main(["init", str(file), "--config", model, "--data", data]) == 0
     run = load_run(file)

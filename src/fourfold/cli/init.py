@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_changes
+from fourfold.cli.arguments import add_changes, positive
 from fourfold.config.schema import EvaluationSection
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--data", type=Path, default=Path("data"), help="the folder of the prepared data set (default: data)"
+    )
+    parser.add_argument(
+        "--epochs", type=positive, default=1, help="with --pretrained: passes through the text (default: 1)"
     )
     parser.set_defaults(run=init)
 
@@ -78,8 +81,10 @@ def init(options: argparse.Namespace) -> int:
     data = DatasetManifest.load(options.data)
     folder = file.with_suffix("")
     written = [file]
+    if options.epochs != 1 and not options.pretrained:
+        raise ValueError("--epochs is for --pretrained; otherwise set schedule.steps in the file")
     if options.pretrained:
-        about, chosen = _fine_tuning(options.pretrained, data)
+        about, chosen = _fine_tuning(options.pretrained, data, options.epochs)
     elif options.config:
         about, chosen = _random_init(options.config, data)
     else:
@@ -101,7 +106,8 @@ def init(options: argparse.Namespace) -> int:
         chosen["evaluation.sequences"] = 0
         print(
             f"{options.data} has {held_out} tokens of validation text, less than one sample of {length}: the run does not "
-            "evaluate; for a validation loss, prepare the data with a larger --validation",
+            "evaluate; for a validation loss, prepare the data again (--overwrite) with a larger --validation, or with --separator if a "
+            "text file has several documents, and run init again",
             file=sys.stderr,
         )
     elif (samples := held_out // length) < (read := EvaluationSection().sequences):
@@ -112,17 +118,17 @@ def init(options: argparse.Namespace) -> int:
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(starting_file(about, chosen))
-    if options.pretrained and (passes := chosen["schedule.steps"]) < 50:
+    if options.pretrained and (steps := chosen["schedule.steps"]) < 50:
         print(
-            f"one pass through {options.data} is {passes} steps of {chosen['batch.tokens']} tokens, which changes the weights "
-            "little; for more passes use a larger schedule.steps",
+            f"{options.data} is {steps} steps of {chosen['batch.tokens']} tokens, which change the weights little; for more passes "
+            "through it use --epochs",
             file=sys.stderr,
         )
     print(f"wrote {' and '.join(map(str, written))}; next: fourfold train {file}")
     return 0
 
 
-def _fine_tuning(model: str, data: DatasetManifest) -> tuple[str, dict[str, Any]]:
+def _fine_tuning(model: str, data: DatasetManifest, epochs: int) -> tuple[str, dict[str, Any]]:
     from fourfold.config.describe import fine_tuning
 
     size, config = _read(model, data)
@@ -133,7 +139,7 @@ def _fine_tuning(model: str, data: DatasetManifest) -> tuple[str, dict[str, Any]
             "save_pretrained, or use --config for random init"
         )
     _warn_of_another_tokenizer(model, data)
-    chosen = fine_tuning(size, positions=_positions(config), train_tokens=data.tokens("train"))
+    chosen = fine_tuning(size, positions=_positions(config), train_tokens=data.tokens("train"), epochs=epochs)
     return f"Fine-tunes {model}.", {"model.pretrained": model, **chosen}
 
 

@@ -92,17 +92,17 @@ _LEAST_BATCH, _ENOUGH_STEPS = 8, 100
 _FINE_TUNING_LENGTH = 4096
 
 
-def fine_tuning(size: str, *, positions: int, train_tokens: int) -> dict[str, Any]:
-    """The fields of a run config that goes once through the text from pretrained weights.
+def fine_tuning(size: str, *, positions: int, train_tokens: int, epochs: int = 1) -> dict[str, Any]:
+    """The fields of a run config that goes ``epochs`` times through the text from pretrained weights.
 
     ``size`` is about that of the model, ``positions`` are the longest sequence that it takes.
     """
     length = min(positions, _FINE_TUNING_LENGTH)
     sequences = _FINE_TUNING_BATCH
-    while sequences > _LEAST_BATCH and train_tokens < _ENOUGH_STEPS * sequences * length:
+    while sequences > _LEAST_BATCH and epochs * train_tokens < _ENOUGH_STEPS * sequences * length:
         sequences //= 2  # little text: more steps of fewer sequences
     tokens = sequences * length
-    steps = max(1, train_tokens // tokens)
+    steps = max(1, epochs * train_tokens // tokens)
     is_large = SIZES[size].is_recomputed
     return {
         "data.sequence_length": length,
