@@ -118,10 +118,9 @@ def _try_on_meta(model: nn.Module, target: str, precision: str) -> str | None:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
         **given: Any,
     ) -> tuple[Tensor, None]:
+        dropout, scaling = given.pop("dropout", 0.0), given.pop("scaling", None)
         why = _why_not(module, attention_mask, given)
         if why is None and target == "cuda":
             why = _why_not_on_cuda(query, value, dropout, given)
