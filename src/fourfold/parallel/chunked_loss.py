@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.axes import Axis
-from fourfold.mesh.collectives import Pending
+from fourfold.mesh.collectives import Collectives, Pending
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.chunk_size import chunk_tokens
@@ -31,6 +31,8 @@ from fourfold.parallel.layers import check_range
 from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.linear_op import Product
 from fourfold.weights.overlap import Overlap
+
+IGNORE_INDEX = -100
 
 # -- the logits that a model returns ----------------------------------------------------------------------------------
 
@@ -119,7 +121,7 @@ class Request:
             labels,
             shift_labels,
             given.get("num_items_in_batch"),
-            -100 if ignore_index is None else ignore_index,
+            IGNORE_INDEX if ignore_index is None else ignore_index,
         )
 
     def is_for(
@@ -410,28 +412,68 @@ def _token_losses(
     wants_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(the sum of the losses of these tokens, the gradient of the logits in their dtype), in fp32 in between."""
-    wide, width = logits.float(), logits.shape[-1]
+    # In place also if the logits are in fp32 themselves: nobody reads them any more.
+    found = softmax_over_ranks(
+        logits.float(),
+        labels,
+        first,
+        ignore_index,
+        product.collectives,
+        product.out_axis,
+        product.name,
+        in_place=True,
+    )
+    loss = torch.where(found.counted, found.log_z - found.label_logit, 0.0).sum() * share
+    if not wants_gradient:
+        return loss, None
+    wide = found.exponentials.div_(found.total.unsqueeze(-1))
+    found.subtract_labels(wide)
+    wide.mul_((found.counted * share).unsqueeze(-1))
+    return loss, wide.to(logits.dtype)
+
+
+class Softmax(NamedTuple):
+    """Of the tokens' logits, whose columns are sharded over an axis; all but the exponentials are the same on its ranks."""
+
+    exponentials: Tensor  # of this rank's columns, less the highest logit of the token
+    total: Tensor  # of the exponentials of all columns
+    log_z: Tensor
+    label_logit: Tensor
+    counted: Tensor
+    column: Tensor  # the label's column on this rank, where it is one
+    here: Tensor
+
+    def subtract_labels(self, gradient: Tensor) -> None:
+        if gradient.shape[-1]:
+            gradient.scatter_add_(-1, self.column, -self.here.to(gradient.dtype).unsqueeze(-1))
+
+
+def softmax_over_ranks(
+    wide: Tensor,
+    labels: Tensor,
+    first: int | Tensor,
+    ignore_index: int,
+    collectives: Collectives,
+    axis: Axis | None,
+    module: str = "",
+    *,
+    in_place: bool = False,
+) -> Softmax:
+    """``first`` is the first column of the vocabulary on this rank; ``in_place`` overwrites the logits."""
+    width = wide.shape[-1]
     local = labels - first
     counted = labels != ignore_index
     here = (local >= 0) & (local < width) & counted
+    column = local.clamp(0, max(0, width - 1)).unsqueeze(-1)
     # A rank may have no columns, if the vocabulary is smaller than x.
     highest = wide.amax(-1) if width else wide.new_full(labels.shape, float("-inf"))
-    send, axis, name = product.collectives.all_reduce, product.out_axis, product.name
-    send(highest, axis, "loss", dist.ReduceOp.MAX, module=name).wait()
+    collectives.all_reduce(highest, axis, "loss", dist.ReduceOp.MAX, module=module).wait()
     sums = wide.new_zeros(2, *labels.shape)
-    index = local.clamp(0, max(0, width - 1)).unsqueeze(-1)
     if width:
-        sums[1] = torch.where(here, wide.gather(-1, index).squeeze(-1), 0.0)
-        # In place, unless the logits are in fp32 themselves, which nobody reads any more either.
-        wide.sub_(highest.unsqueeze(-1)).exp_()
+        sums[1] = torch.where(here, wide.gather(-1, column).squeeze(-1), 0.0)
+    wide = torch.sub(wide, highest.unsqueeze(-1), out=wide if in_place else None).exp_()
+    if width:
         torch.sum(wide, -1, out=sums[0])
-    send(sums, axis, "loss", module=name).wait()
-    log_z = highest + sums[0].log()
-    loss = torch.where(counted, log_z - sums[1], 0.0).sum() * share
-    if not wants_gradient:
-        return loss, None
-    if width:
-        wide.div_(sums[0].unsqueeze(-1))
-        wide.scatter_add_(-1, index, -here.to(wide.dtype).unsqueeze(-1))
-    wide.mul_((counted * share).unsqueeze(-1))
-    return loss, wide.to(logits.dtype)
+    collectives.all_reduce(sums, axis, "loss", module=module).wait()
+    total, label_logit = sums
+    return Softmax(wide, total, highest + total.log(), label_logit, counted, column, here)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.errors import UnsupportedError
@@ -18,10 +17,8 @@ from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
-from fourfold.parallel.chunked_loss import HeadLoss, LazyLogits
+from fourfold.parallel.chunked_loss import IGNORE_INDEX, HeadLoss, LazyLogits, softmax_over_ranks
 from fourfold.parallel.layers import check_range
-
-IGNORE_INDEX = -100
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -41,37 +38,20 @@ class _TokenLoss(torch.autograd.Function):
         z_loss: float,
         grid: Grid,
     ) -> Tensor:
-        wide = logits.float()
-        width = logits.shape[-1]
-        local = labels - first
-        here = (local >= 0) & (local < width) & (labels != ignore_index)
-        counted = labels != ignore_index
-
-        # A rank may have no columns, if the vocabulary is smaller than x.
-        highest = wide.amax(-1) if width else wide.new_full(labels.shape, float("-inf"))
-        grid.collectives.all_reduce(highest, "x", "loss", dist.ReduceOp.MAX).wait()
-        sums = wide.new_zeros(2, *labels.shape)
-        if width:
-            torch.sum(torch.exp(wide - highest.unsqueeze(-1)), -1, out=sums[0])
-            picked = wide.gather(-1, local.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1)
-            sums[1] = torch.where(here, picked, 0.0)
-        grid.collectives.all_reduce(sums, "x", "loss").wait()
-        log_z = highest + sums[0].log()
-        token_loss = log_z - sums[1] + z_loss * log_z.square()
-
-        ctx.save_for_backward(logits, log_z, local, here, counted)
-        ctx.z_loss = z_loss
-        return torch.where(counted, token_loss, 0.0).sum()
+        found = softmax_over_ranks(logits.float(), labels, first, ignore_index, grid.collectives, "x")
+        ctx.save_for_backward(logits)
+        # The exponentials are not kept.
+        ctx.softmax, ctx.z_loss = found._replace(exponentials=found.total), z_loss
+        token_loss = found.log_z - found.label_logit + z_loss * found.log_z.square()
+        return torch.where(found.counted, token_loss, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_z, local, here, counted = ctx.saved_tensors
-        gradient = torch.exp(logits.float() - log_z.unsqueeze(-1))
-        gradient *= (1.0 + 2.0 * ctx.z_loss * log_z).unsqueeze(-1)
-        if logits.shape[-1]:
-            index = local.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-            gradient.scatter_add_(-1, index, -here.to(gradient.dtype).unsqueeze(-1))
-        gradient *= (counted * gradients[0]).unsqueeze(-1)
+        (logits,), softmax = ctx.saved_tensors, ctx.softmax
+        gradient = torch.exp(logits.float() - softmax.log_z.unsqueeze(-1))
+        gradient *= (1.0 + 2.0 * ctx.z_loss * softmax.log_z).unsqueeze(-1)
+        softmax.subtract_labels(gradient)
+        gradient *= (softmax.counted * gradients[0]).unsqueeze(-1)
         return gradient.to(logits.dtype), None, None, None, None, None
 
 
