@@ -40,6 +40,7 @@ class _Late:
         self._copies = [tensor.detach().clone() for tensor in inputs]
         self._in_place = None if in_place is None else (in_place, in_place.detach().clone())
         self._done = False
+        self._future: torch.futures.Future[None] = torch.futures.Future()
         seen.started += 1
         output.data.fill_(torch.nan if output.is_floating_point() else -7)
 
@@ -54,11 +55,15 @@ class _Late:
             tensor.data.copy_(copy)
         self._run()
         self._done = True
+        self._future.set_result(None)
         self._seen.waited += 1
         return True
 
     def is_completed(self) -> bool:
         return self._done
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
 
 
 @contextmanager
