@@ -7,6 +7,7 @@ the loss of each step, every gradient of each step (as clipped), every parameter
     python -m benchmarks.parity --ranks 8
     python -m benchmarks.parity --ranks 8 --weights fsdp2   # or streamed
     python -m benchmarks.parity --ranks 8 --activations replicated   # by default cut by their tokens, too
+    python -m benchmarks.parity --ranks 8 --activation-checkpointing selective   # or full
     python -m benchmarks.parity --ranks 8 --break norm      # plants a fault: has to fail
 """
 
@@ -28,7 +29,7 @@ from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
 from fourfold.parallel import layers, loss
 from fourfold.parallel.linear_op import Cut, Product
-from fourfold.parallel.options import ActivationsWanted
+from fourfold.parallel.options import ActivationCheckpointing, ActivationsWanted
 from fourfold.selftest import (
     EPS,
     GRADIENT_BAR,
@@ -84,9 +85,16 @@ def run_rank(
     fault: str | None,
     weights: Weights = "auto",
     activations: ActivationsWanted = "auto",
+    checkpointing: ActivationCheckpointing = "none",
 ) -> Errors:
     with injected(fault) if fault else nullcontext():
-        return train_on(Grid.create(shape, timeout_s=60), kind, weights=weights, activations=activations)
+        return train_on(
+            Grid.create(shape, timeout_s=60),
+            kind,
+            weights=weights,
+            activations=activations,
+            activation_checkpointing=checkpointing,
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,6 +105,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--weights", default="auto", choices=get_args(Weights))
     parser.add_argument("--activations", default="sequence-parallel", choices=get_args(ActivationsWanted))
+    parser.add_argument(
+        "--activation-checkpointing", default="none", choices=get_args(ActivationCheckpointing)
+    )
     parser.add_argument("--quick", action="store_true", help="a few grids of 8 ranks instead of all")
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"
@@ -110,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"bars: loss {LOSS_BAR:g} relative, gradients {GRADIENT_BAR:g}, parameters {PARAMETER_BAR:g} of their maximum"
     )
     print(
-        f"weights {options.weights}, activations {options.activations}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
+        f"weights {options.weights}, activations {options.activations}, activation checkpointing {options.activation_checkpointing}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
     )
     print(f"{'model':10} {'(data, z, y, x)':16} {'loss':>9} {'gradient':>9} {'parameter':>9}")
     start_s = time.perf_counter()
@@ -118,7 +129,14 @@ def main(arguments: list[str] | None = None) -> int:
     with RankPool(options.ranks) as pool:
         for kind in options.models:
             for shape in grids:
-                arguments_of_rank = (shape, kind, options.fault, options.weights, options.activations)
+                arguments_of_rank = (
+                    shape,
+                    kind,
+                    options.fault,
+                    options.weights,
+                    options.activations,
+                    options.activation_checkpointing,
+                )
                 errors = Errors.worst(pool.run(run_rank, options.ranks, *arguments_of_rank, timeout_s=180))
                 good = errors.within_bars()
                 held, failed = held + good, failed + (not good)

@@ -212,7 +212,7 @@ class AxonnRun(NamedTuple):
     def flops(self) -> float:
         """With recomputation, as the source counts (HFU)."""
         tokens = _AXONN_SEQUENCES * _AXONN_LENGTH
-        return self.workload.hardware_flops(tokens, _AXONN_LENGTH, recomputed=True)
+        return self.workload.hardware_flops(tokens, _AXONN_LENGTH, again=self.workload.layers)
 
     @property
     def measured_s(self) -> float:
@@ -339,7 +339,9 @@ def main(arguments: list[str] | None = None) -> int:
     for j in zero3:
         gpus = j.row.layouts[0].ranks
         flops = (
-            j.row.workload.hardware_flops(j.row.batch_sequences * 2048, 2048, recomputed=True) / gpus / 1e12
+            j.row.workload.hardware_flops(j.row.batch_sequences * 2048, 2048, again=j.row.workload.layers)
+            / gpus
+            / 1e12
         )
         print(
             f"  {gpus:5} GPUs: {flops / j.row.measured_s:4.0f} measured, {flops / j.predicted_s:4.0f} predicted"

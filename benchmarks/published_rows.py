@@ -185,7 +185,7 @@ def _megatron21(run: dict[str, Any]) -> Iterator[Row]:
         workload = gpt(run["id"], m["hidden"], m["layers"], m["heads"], m["vocab"], tied=True, positions=2048)
         layouts = _open_micro_batch(run["dp"], run["tp"], batch, "full")
         software, schedule = "megatron", _MEGATRON
-    flops = workload.hardware_flops(batch * 2048, 2048, recomputed=True)
+    flops = workload.hardware_flops(batch * 2048, 2048, again=workload.layers)
     measured_s = flops / (run["value"] * 1e12 * gpus)
     yield Row(
         run["id"], "Megatron 2021", software, "selene", workload, layouts, schedule, batch, 2048, "full", measured_s,

@@ -64,10 +64,11 @@ class Case:
         return search(prices, self.ranks, self.sequences, activations=activations)
 
     def figure(self, best: Estimate) -> str:
-        recomputed = best.layout.activation_checkpointing == "full"
         tokens = float(self.sequences) * self.length
         model = self.workload.model_flops(tokens, self.length) / best.step_s
-        hardware = self.workload.hardware_flops(tokens, self.length, recomputed=recomputed) / best.step_s
+        assert best.mfu is not None
+        assert best.hfu is not None
+        hardware = model * best.hfu / best.mfu
         if self.quantity == "tokens":
             return f"{best.tokens_per_s / self.ranks:,.0f} tokens/s/GPU"
         if self.quantity == "model":

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch import nn
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -94,6 +95,11 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     "_cdata": (lambda: dir(torch.ones(1).untyped_storage()), "tell storages apart"),
     "_overloadpacket": (lambda: dir(torch.ops.aten.add.Tensor), "an operator without its overload"),
     "_schema": (lambda: dir(torch.ops.aten.add.Tensor), "the arguments of an operator"),
+    "_scaled_dot_product_flash_attention": (lambda: dir(torch.ops.aten), "attention that is kept"),
+    "_scaled_dot_product_flash_attention_for_cpu": (lambda: dir(torch.ops.aten), "attention that is kept"),
+    "_scaled_dot_product_efficient_attention": (lambda: dir(torch.ops.aten), "attention that is kept"),
+    "_scaled_dot_product_cudnn_attention": (lambda: dir(torch.ops.aten), "attention that is kept"),
+    "_varlen_attn": (lambda: dir(torch.nn.attention.varlen), "attention that is kept"),
     "_sequence_nr": (lambda: dir(grad_fn()), "the forward operation of a node of backward"),
     "_spec": (lambda: dir(torch.distributed.tensor.DTensor), "a DTensor's mesh and placements"),
     "_step_supports_amp_scaling": (lambda: dir(fused_adamw()), "an optimizer that unscales gradients itself"),

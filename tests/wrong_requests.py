@@ -342,9 +342,14 @@ WRONG: dict[str, Wrong] = {
         partial(request, llama, GRID, precision="bf16"),
     ),
     "activation checkpointing": Wrong(
-        partial(request, llama, GRID, activation_checkpointing="selective"),
-        ("^activation_checkpointing 'selective'", "use 'none' or 'full'"),
+        partial(request, llama, GRID, activation_checkpointing="some"),
+        ("^activation_checkpointing 'some'", "use 'none', 'selective' or 'full'"),
         partial(request, llama, GRID, activation_checkpointing="full"),
+    ),
+    "checkpointed blocks": Wrong(
+        partial(request, llama, GRID, activation_checkpointing="full", checkpointed_blocks=9),
+        ("^checkpointed_blocks=9 is not a number of the model's 1 blocks", "use 0 to 1"),
+        partial(request, llama, GRID, activation_checkpointing="full", checkpointed_blocks=1),
     ),
     "parallel already": Wrong(
         partial(twice, GRID), ("^LlamaForCausalLM is parallel already", "build a new one")

@@ -40,7 +40,7 @@ def interleaved_steps(shape: Shape, kind: str, rows: int, checkpointing: str) ->
     return loss.item(), right_loss
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("shape", "kind", "rows"),
     [

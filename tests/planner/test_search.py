@@ -8,7 +8,7 @@ import pytest
 from fourfold.mesh.axes import factorisations
 from fourfold.planner.cost.step import Prices
 from fourfold.planner.inputs.cluster import preset
-from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.layout import KINDS, Layout
 from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.search import RESERVE, search, why_not_grid
 from tests.planner.cost.estimates import estimate
@@ -29,12 +29,13 @@ def test_the_best_is_that_of_trying_everything():
             if 32 % (data * z * micro_batches):
                 continue
             ways = [("replicated", True), ("sequence-parallel", True), ("sequence-parallel", False)]
-            for recompute, way in itertools.product(("none", "full"), ways if x * y > 1 else ways[:1]):
+            for recompute, way in itertools.product(KINDS, ways if x * y > 1 else ways[:1]):
                 layout = Layout(data, z, y, x, micro_batches, recompute, 0, "fsdp2", *way)
                 found = estimate(SMALL, layout, CLUSTER, 32, 1024)
                 if found.memory.total_bytes <= limit:
                     tried.append(found)
-    assert len(plan.ranked) == len(tried)
+    # Each layout is there once, with the least recomputation.
+    assert 3 * len(plan.ranked) == len(tried)
     assert plan.best.step_s == pytest.approx(min(found.step_s for found in tried))
     assert [e.step_s for e in plan.ranked] == sorted(e.step_s for e in plan.ranked)
 
@@ -44,6 +45,26 @@ def test_nothing_that_is_ranked_is_over_the_limit_and_nothing_is_lost():
     assert plan.considered == len(plan.ranked) + len(plan.rejected)
     assert all(e.memory.total_bytes <= plan.memory_limit_bytes for e in plan.ranked)
     assert all(e.layout.ranks == 64 for e in plan.ranked)
+
+
+def test_as_little_is_recomputed_as_fits():
+    plan = search(Prices(LARGE, CLUSTER, 4096), 64, 128)
+    mixed = [e for e in plan.ranked if e.layout.checkpointed_blocks is not None]
+    assert {e.layout.activation_checkpointing for e in mixed} == {"selective", "full"}
+    for found in mixed[:50]:
+        layout = found.layout
+        fewer = replace(layout, checkpointed_blocks=layout.checkpointed_blocks - 1)
+        more = replace(layout, checkpointed_blocks=None)
+        over, slower = (estimate(LARGE, other, CLUSTER, 128, 4096) for other in (fewer, more))
+        assert over.memory.total_bytes > plan.memory_limit_bytes
+        assert slower.memory.total_bytes <= found.memory.total_bytes
+        assert over.step_s < found.step_s < slower.step_s
+    kinds = {e.layout.activation_checkpointing for e in plan.ranked}
+    fixed = search(Prices(LARGE, CLUSTER, 4096), 64, 128, checkpointing=("full",))
+    assert kinds == set(KINDS)
+    assert {(e.layout.activation_checkpointing, e.layout.checkpointed_blocks) for e in fixed.ranked} == {
+        ("full", None)
+    }
 
 
 def test_reasons_name_both_numbers():

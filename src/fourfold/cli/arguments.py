@@ -36,8 +36,11 @@ def add_engine(parser: argparse.ArgumentParser, *names: str, unless: str = "") -
     """Options for fields of [engine], with their descriptions and defaults, or what happens ``unless`` they are given."""
     for name in names:
         field = EngineSection.model_fields[name]
-        choices = [choice for choice in get_args(field.annotation) if not (unless and choice == "auto")]
+        kinds = get_args(field.annotation)
+        choices = [choice for choice in kinds if not (unless and choice == "auto")]
         given: dict[str, Any] = {"choices": choices} if choices else {"type": field.annotation}
+        if type(None) in kinds:  # a number, or nothing
+            given = {"type": positive}
         about = str(field.description)
         if unless:  # that says what would be chosen
             about = re.sub("; auto: [^;.]*", "", about)

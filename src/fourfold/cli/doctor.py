@@ -17,7 +17,7 @@ from typing import Any
 # What an extra is for, and a module of it.
 EXTRAS = {
     "plots": ("HTML reports", "plotly"),
-    "data": ("Parquet, Arrow and hub data sets", "pyarrow"),
+    "data": ("Parquet, Arrow and hub data sets", "datasets"),
     "s3": ("checkpoints on S3", "s3fs"),
     "torchft": ("replicas that come and go", "torchft"),
     "wandb": ("Weights & Biases", "wandb"),

@@ -54,6 +54,13 @@ def add_to(commands: Any) -> None:
         default="cuda",
         help="the device type of the real run (default: cuda)",
     )
+    parser.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="memory of a device in GiB, by which activation checkpointing 'auto' is chosen (default: that of the run config's "
+        "cluster; without one nothing is recomputed)",
+    )
     parser.add_argument("--rank", type=int, default=0, help="the rank to run (default: 0)")
     parser.add_argument("--roles", action="store_true", help="also show the role of each module")
     parser.add_argument(
@@ -96,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
         rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1])
         values["micro_batches"] = max(1, rows // (config.batch.micro_batch_sequences or rows or 1))
     chosen = {name: values.get(name, getattr(engine, name)) for name in EngineSection.model_fields}
+    if chosen["activation_checkpointing"] == "auto":
+        chosen |= _checkpointing(config, where, values, engine.model_copy(update=chosen), options)
     result = dryrun(
         find_model_config(where),
         values["grid"],
@@ -105,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
         precision=chosen["precision"],
         activations=chosen["activations"],
         activation_checkpointing=chosen["activation_checkpointing"],
+        checkpointed_blocks=chosen["checkpointed_blocks"],
         attention=chosen["attention"],
         weights=chosen["weights"],
         overlap=Overlap(keep_inputs=chosen["keep_inputs"], keep_bytes=chosen["keep_weights_bytes"]),
@@ -154,6 +164,33 @@ def _with_layout(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     from fourfold.train.auto_layout import choose_layout
 
     return choose_layout(config, options.gpus, simulate=0, quiet=True)
+
+
+def _checkpointing(
+    config: RunConfig | None,
+    model: Any,
+    values: dict[str, Any],
+    engine: EngineSection,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """What a run would recompute on devices of that memory."""
+    from fourfold.planner.inputs import cluster as clusters
+    from fourfold.train.auto_layout import checkpointing_that_fits
+    from fourfold.untrusted_input import find_model_config
+
+    gib = options.memory
+    if gib is None and config is not None and config.grid.cluster is not None:
+        gib = clusters.load(config.grid.cluster).device.memory_gib
+    rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1] * values["micro_batches"])
+    return checkpointing_that_fits(
+        find_model_config(model),
+        values["grid"],
+        engine,
+        (rows, values["seq_len"], values["micro_batches"]),
+        "adamw" if config is None else config.optimizer.name,
+        None if gib is None else gib * 2**30,
+        options.target,
+    )
 
 
 def grid_shape(text: str) -> tuple[int, int, int, int]:

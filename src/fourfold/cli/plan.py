@@ -199,6 +199,8 @@ class _Asked:
             own["keep_inputs"] = (options.keep_inputs,)
         wanted = {"precision": None, **found, **own, "sequences": sequences, "length": length}
         fixed = [n for n in CHOSEN_ALONG if run is not None and n in run.engine.model_fields_set]
+        if run is not None and run.engine.activation_checkpointing != "auto":
+            fixed.append("activation_checkpointing")
         words = ", ".join(f"engine.{n} = {getattr(run.engine, n)}" for n in fixed) if run else ""
         return _Asked(model, name, cluster, gpus, wanted, words)
 

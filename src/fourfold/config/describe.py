@@ -27,7 +27,7 @@ class Size:
     lr: float
     steps: int
     is_tied: bool = False
-    is_recomputed: bool = False
+    is_large: bool = False
     precision: str = "bf16"
 
 
@@ -37,10 +37,10 @@ SIZES = {
     "10m": Size(256, 768, 8, 8, 4, 512, 32_768, 2e-3, 6_000, is_tied=True),
     "125m": Size(768, 2048, 12, 12, 12, 2048, 524_288, 6e-4, 5_000),
     "1b": Size(2048, 8192, 16, 32, 8, 4096, 1_048_576, 4e-4, 25_000),
-    "8b": Size(4096, 14336, 32, 32, 8, 8192, 4_194_304, 3e-4, 40_000, is_recomputed=True),
-    "70b": Size(8192, 28672, 80, 64, 8, 8192, 8_388_608, 1.5e-4, 150_000, is_recomputed=True),
-    "405b": Size(16384, 53248, 126, 128, 8, 8192, 16_777_216, 8e-5, 900_000, is_recomputed=True),
-    "1t": Size(24576, 81920, 136, 192, 8, 8192, 33_554_432, 5e-5, 600_000, is_recomputed=True),
+    "8b": Size(4096, 14336, 32, 32, 8, 8192, 4_194_304, 3e-4, 40_000, is_large=True),
+    "70b": Size(8192, 28672, 80, 64, 8, 8192, 8_388_608, 1.5e-4, 150_000, is_large=True),
+    "405b": Size(16384, 53248, 126, 128, 8, 8192, 16_777_216, 8e-5, 900_000, is_large=True),
+    "1t": Size(24576, 81920, 136, 192, 8, 8192, 33_554_432, 5e-5, 600_000, is_large=True),
 }
 
 
@@ -82,7 +82,6 @@ def pretraining(size: str) -> dict[str, Any]:
         "schedule.steps": suited.steps,
         "schedule.warmup_steps": min(2000, suited.steps // 10),
         "engine.precision": suited.precision,
-        **({"engine.activation_checkpointing": "full"} if suited.is_recomputed else {}),
     }
 
 
@@ -103,18 +102,16 @@ def fine_tuning(size: str, *, positions: int, train_tokens: int, epochs: int = 1
         sequences //= 2  # little text: more steps of fewer sequences
     tokens = sequences * length
     steps = max(1, epochs * train_tokens // tokens)
-    is_large = SIZES[size].is_recomputed
     return {
         "data.sequence_length": length,
         "batch.tokens": tokens,
-        "optimizer.lr": 1e-5 if is_large else 2e-5,
+        "optimizer.lr": 1e-5 if SIZES[size].is_large else 2e-5,
         "optimizer.weight_decay": 0.0,
         "schedule.steps": steps,
         "schedule.warmup_steps": -(-steps * 3 // 100),
         "schedule.min_lr_ratio": 0.0,
         "evaluation.every_steps": min(200, max(1, steps // 10)),
         "checkpoints.every_steps": min(200, max(1, steps // 4)),
-        **({"engine.activation_checkpointing": "full"} if is_large else {}),
     }
 
 

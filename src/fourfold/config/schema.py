@@ -177,7 +177,7 @@ class BatchSection(Section):
 
 
 # Engine fields that are chosen with the grid unless the run config sets them, in addition to those with an "auto".
-CHOSEN_ALONG = frozenset({"keep_inputs", "activation_checkpointing", "keep_weights_bytes"})
+CHOSEN_ALONG = frozenset({"keep_inputs", "keep_weights_bytes"})
 
 
 class EngineSection(Section):
@@ -189,8 +189,10 @@ class EngineSection(Section):
     """Activations that x and y ranks would duplicate: replicated, or sharded by tokens where the model allows it."""
     keep_inputs: bool = True
     """With sequence-parallel activations: keep gathered inputs for backward instead of re-gathering them."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """Recompute the activations of every block in backward (full), or keep them (none)."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Recompute every block in backward (full), all of it but linears and attention (selective), or nothing (none); auto: as little as fits into the memory of a device."""
+    checkpointed_blocks: Annotated[int, Field(ge=0)] | None = None
+    """Blocks, from the first, that activation_checkpointing is for; the others have the next weaker kind; none: all."""
     attention: Literal["auto", "varlen", "masked"] = "auto"
     """Attention of packed documents: by their bounds (varlen), or with a mask of length x length (masked); auto: varlen where the model's attention allows it."""
     weights: Literal["auto", "fsdp2", "streamed"] = "auto"
@@ -199,7 +201,12 @@ class EngineSection(Section):
     """With streamed weights: bytes of gathered weights kept for backward instead of re-gathering them."""
 
     @model_validator(mode="after")
-    def keep_inputs_has_an_effect(self) -> EngineSection:
+    def options_have_an_effect(self) -> EngineSection:
+        if self.checkpointed_blocks is not None and self.activation_checkpointing in ("auto", "none"):
+            raise ValueError(
+                f"checkpointed_blocks={self.checkpointed_blocks} is for activation_checkpointing='selective' or 'full', and this "
+                f"is {self.activation_checkpointing!r}; leave it out, or choose one of these"
+            )
         if not self.keep_inputs and self.activations == "replicated":
             raise ValueError(
                 "keep_inputs=false is for activations='sequence-parallel', and this is activations='replicated'; leave it true"

@@ -36,8 +36,11 @@ class Repeated:
 
     @property
     def traced(self) -> int:
-        """How many blocks show all that there is to see: this many, and with one period more."""
-        return self.length % self.period + _PERIODS * self.period
+        return self.enough_of(self.length)
+
+    def enough_of(self, blocks: int) -> int:
+        """How many of these blocks show all that there is to see: this many, and with one period more."""
+        return blocks % self.period + _PERIODS * self.period
 
 
 def find_repeated(model: nn.Module) -> Repeated | None:
@@ -89,10 +92,9 @@ class NotPeriodic(Exception):
     """The two traces differ by more than a run of events in each phase."""
 
 
-def expand(fewer: Trace, more: Trace, repeated: Repeated) -> Trace:
-    """The trace of all blocks: ``fewer`` has ``repeated.traced`` of them, ``more`` has one period more."""
+def expand(fewer: Trace, more: Trace, repeated: Repeated, periods: int) -> Trace:
+    """The trace with that many periods of blocks more than ``fewer``; ``more`` has one period more."""
     part = re.compile(rf"(^|\.){re.escape(repeated.name)}\.(\d+)")
-    periods = (repeated.length - repeated.traced) // repeated.period
     items: list[_Item] = []
     phases, phases_more = _by_phase(fewer), _by_phase(more)
     if [name for name, _ in phases] != [name for name, _ in phases_more]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,12 +25,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold import untrusted_input as outside
-from fourfold.dry_run.blocks import NotPeriodic, expand, find_repeated, shallow_copy
+from fourfold.dry_run.blocks import NotPeriodic, Repeated, expand, find_repeated, shallow_copy
 from fourfold.dry_run.events import Operation, Peak, Start, Trace
 from fourfold.dry_run.micro_batches import TRACED, with_repeated
 from fourfold.dry_run.recorder import Recorder, replaced
 from fourfold.dry_run.show import show
 from fourfold.errors import line_of_model
+from fourfold.hf.anatomy import find_blocks
 from fourfold.hf.init_recorder import restore_buffers
 from fourfold.hf.packed_attention import NAME, Attention, set_attention, use_packed_attention
 from fourfold.hf.parameter_layout import chunk
@@ -39,7 +41,12 @@ from fourfold.optim.clip import clip_grad_norm_
 from fourfold.optim.muon import ShardedMuon, split_matrices
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.loss import count_labels
-from fourfold.parallel.options import ActivationCheckpointing, ActivationsWanted, Options
+from fourfold.parallel.options import (
+    ActivationCheckpointing,
+    ActivationsWanted,
+    Options,
+    checkpointing_of,
+)
 from fourfold.parallel.parallelize import arrange
 from fourfold.parallel.report import Report
 from fourfold.weights.api import Precision, Weights, backend_of, evaluating, no_sync
@@ -92,6 +99,7 @@ def dryrun(
     precision: Precision = "bf16",
     activations: ActivationsWanted = "auto",
     activation_checkpointing: ActivationCheckpointing = "none",
+    checkpointed_blocks: int | None = None,
     weights: Weights = "auto",
     overlap: Overlap | None = None,
     attention: Attention = "varlen",
@@ -119,7 +127,15 @@ def dryrun(
     if note and not is_masked:
         # Without documents, which a dry run does not know, it is stock attention.
         set_attention(module, "sdpa")
-    options = Options(roles, precision, activations, activation_checkpointing, weights, overlap or Overlap())
+    options = Options(
+        roles,
+        precision,
+        activations,
+        activation_checkpointing,
+        checkpointed_blocks,
+        weights,
+        overlap or Overlap(),
+    )
     with fake_grid(shape, rank=rank, target=target) as grid:
         rows = grid.local_rows(sequences)
         own = rows.stop - rows.start
@@ -130,8 +146,10 @@ def dryrun(
 
         left_out = 0 if trace_all else max(0, micro_batches - TRACED)
 
-        def run(model: nn.Module) -> tuple[Trace, Report]:
-            report, _ = arrange(model, grid, options, seed=0)
+        def run(
+            model: nn.Module, checkpointing: Sequence[ActivationCheckpointing] | None = None
+        ) -> tuple[Trace, Report]:
+            report, _ = arrange(model, grid, options, seed=0, checkpointing=checkpointing)
             report = report.with_note(note) if note else report
             step = _Step(model, grid, report, optimizer, micro_batches, left_out, is_masked)
             try:
@@ -146,16 +164,44 @@ def dryrun(
         # Muon redistributes matrices of several blocks together: its step does not grow block by block.
         is_periodic = not (overlap and overlap.keep_bytes) and optimizer == "adamw"
         repeated = None if trace_all or not is_periodic else find_repeated(module)
+        kinds = checkpointing_of(options, len(find_blocks(module)))
+        # Blocks of two kinds of recomputation are two lists of like blocks.
+        lists = [(kind, len(list(of_kind))) for kind, of_kind in itertools.groupby(kinds)]
+        if repeated is not None and len(lists) > 1 and (repeated.period, repeated.length) != (1, len(kinds)):
+            repeated = None
         if repeated is not None:
-            fewer, report = run(shallow_copy(module, repeated, repeated.traced))
-            more, _ = run(shallow_copy(module, repeated, repeated.traced + repeated.period))
+            if len(lists) == 1:
+                lists = [(kinds[0], repeated.length)]
             try:
-                trace = expand(fewer, more, repeated)
-                return DryRun(shape, trace, report, (repeated.traced, repeated.length), left_out)
+                trace, report = _expanded(module, repeated, [], lists, run)
+                return DryRun(shape, trace, report, (repeated.traced * len(lists), repeated.length), left_out)
             except NotPeriodic:
                 pass  # then all of them
         trace, report = run(module)
         return DryRun(shape, trace, report, left_out=left_out)
+
+
+_Lists = list[tuple[ActivationCheckpointing, int]]
+
+
+def _expanded(
+    module: nn.Module,
+    repeated: Repeated,
+    traced: _Lists,
+    left: _Lists,
+    run: Callable[[nn.Module, Sequence[ActivationCheckpointing] | None], tuple[Trace, Report]],
+) -> tuple[Trace, Report]:
+    """The step of a model with ``traced`` blocks, and all of the blocks that are ``left``."""
+    if not left:
+        kinds = [kind for kind, blocks in traced for _ in range(blocks)]
+        return run(shallow_copy(module, repeated, len(kinds)), kinds if len(traced) > 1 else None)
+    (kind, blocks), *rest = left
+    enough = repeated.enough_of(blocks)
+    if enough + repeated.period >= blocks:
+        return _expanded(module, repeated, [*traced, (kind, blocks)], rest, run)
+    fewer, report = _expanded(module, repeated, [*traced, (kind, enough)], rest, run)
+    more, _ = _expanded(module, repeated, [*traced, (kind, enough + repeated.period)], rest, run)
+    return expand(fewer, more, repeated, (blocks - enough) // repeated.period), report
 
 
 @contextmanager
@@ -235,12 +281,17 @@ class _Step:
             self.optimizer.zero_grad()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        options: dict[str, Any] = {"lr": 1e-4, "foreach": self.grid.target == "cuda"}  # torch's own choice
+        is_cuda = self.grid.target == "cuda"
+        options: dict[str, Any] = {"lr": 1e-4}
         if self.optimizer_name == "muon":
+            options["foreach"] = is_cuda  # torch's own choice
             matrices, others = split_matrices(self.model)
             groups: list[dict[str, Any]] = [{"params": matrices, "muon": True}, {"params": others}]
             return ShardedMuon(groups, self.model, self.report, **options)
-        return sharded_optimizer(torch.optim.AdamW)(self.model.parameters(), **options)
+        # As `fourfold train` has it.
+        return sharded_optimizer(torch.optim.AdamW)(
+            self.model.parameters(), **options, foreach=False, fused=is_cuda
+        )
 
     def _run(self, left_out: int) -> None:
         with self.recorder.recording():

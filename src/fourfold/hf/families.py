@@ -1,6 +1,6 @@
 """What model families need beyond their own tensor-parallel plan.
 
-Patterns are module names relative to the model; `*` stands for one part of a name. The roles are those of Hugging Face's
+Patterns are module names relative to the model; `*` stands for one part of a name, at its beginning for any number. The roles are those of Hugging Face's
 plans and a few more, explained in `roles.py`. Families with a complete plan of their own need no entry.
 """
 

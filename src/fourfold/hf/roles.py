@@ -3,6 +3,7 @@
 The roles are those of Hugging Face's plans:
 
     colwise                         a linear from y to x (q, k, v, gate, up)
+    packed_colwise                  two of them in one matrix, one after the other (gate and up)
     rowwise                         a linear from x to y (o, down)
     colwise_gather_output           a linear from y to x: the head, and fused projections; nothing is gathered here
     rowwise_split_input             a linear from x to y
@@ -20,7 +21,8 @@ and a few more that 4D parallelism needs:
     replicated                      replicated on each rank, used for the same values on each
     idle                            replicated on each rank and not used: the towers of a multimodal model
 
-A user passes roles in the same words, `*` standing for one part of a name: ``{"blocks.*.attn.q": "colwise"}``.
+A user passes roles in the same words, `*` standing for one part of a name, at its beginning for any number of parts:
+``{"blocks.*.attn.q": "colwise"}``.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives, Pending, Purpose
+from fourfold.mesh.kept import block_results
 
 
 def put_in_flight(gradient: Tensor, pending: Pending) -> Tensor:
@@ -64,11 +65,16 @@ class _Sum(torch.autograd.Function):
         ctx.module, ctx.deferred = module, deferred
         if not in_forward:
             return tensor.view_as(tensor)
+        results = block_results()
+        if results is not None and (known := results.known(tensor.device)) is not None:
+            return known[0]
         total = tensor.clone(memory_format=torch.contiguous_format)
         pending = collectives.all_reduce(total, axis, purpose, module=module)
         if collectives.interleaving is not None and _is_large(purpose):
             collectives.interleaving.switch()
         pending.wait()
+        if results is not None:
+            results.keep([total])
         return total
 
     @staticmethod

@@ -342,6 +342,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 kept = logits.new_empty(logits.shape[0] // groups, logits.shape[1])
                 _wait(product, product.reduce(kept, logits, product.in_axis, leave))
                 logits = kept
+                del kept
             elif product.in_ranks > 1:
                 _wait(product, product.reduce(logits, logits, product.in_axis, leave))
             label = labels[mine, begin : begin + size]
@@ -364,15 +365,15 @@ class _ChunkedLoss(torch.autograd.Function):
                 input_gradient[:, begin : begin + size] = torch.mm(gradient, block).unflatten(0, (groups, -1))
                 if is_last:  # in flight while the last part of the head's gradient is computed
                     scattered, pending = _start_to_reduce(product, input_gradient.view_as(gathered), own)
-            if wants_weight:
-                step = torch.mm(gradient.t(), part)
+            step = torch.mm(gradient.t(), part) if wants_weight else None
+            del gradient  # not to be there with the next logits
+            if step is not None:
                 if weight_gradient is None:
                     # Of several chunks summed in fp32, whatever the dtype of the weight.
                     weight_gradient = step if is_last else step.float()
                 else:
                     weight_gradient += step
                 del step
-            del gradient  # not to be there with the next logits
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
             weight_gradient = weight_gradient.t() if product.transposed else weight_gradient

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives, Pending, Purpose
+from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import await_gradient, put_in_flight
 from fourfold.weights.overlap import Overlap
 
@@ -103,39 +104,17 @@ class _ShardedProduct(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient to gather
-        interleaving = product.collectives.interleaving
-        own = input.reshape(-1, input.shape[-1])
-        full, pending = product.gather(own, product.out_axis, product.enter, "activation")
-        if interleaving is not None and product.enter != "whole" and product.out_ranks > 1:
-            interleaving.switch()
-        pending.wait()
-
-        outputs: dict[int, Tensor] = {}
-        in_flight: list[Pending] = []
-        for leave, members in product.together:
-            blocks = {m: product.blocks(weights, m) for m in members}
-            widths = [sum(block.shape[0] for block in blocks[m]) for m in members]
-            kept, chunks = _outputs(product, members, widths, leave, full)
-            # A chunk of the outputs is reduced while the next is multiplied.
-            for chunk in chunks:
-                for member, rows, memory in chunk.products:
-                    # [input parts, groups of tokens, rows of each group, features]
-                    read = full.unflatten(1, (memory.shape[1], -1))[:, :, rows]
-                    for out, i, block in _terms(memory, blocks[member], len(full)):
-                        _multiply(read[i], block.t(), out, first=i == 0)
-                in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
-            outputs |= zip(members, kept, strict=True)
-        if interleaving is not None and product.in_ranks > 1:
-            interleaving.switch()
-        for pending in in_flight:
-            pending.wait()
-
+        results = block_results()
         ctx.product, ctx.input_shape, ctx.deferred = product, input.shape, deferred
-        ctx.save_for_backward(full if product.overlap.keep_inputs else own, *weights)
-        return tuple(
-            _as_output(outputs[member], shapes[member], leave == "features" and len(product.leaves) > 1)
-            for member, leave in enumerate(product.leaves)
-        )
+        ctx.keeps_input = product.overlap.keep_inputs and not (results is not None and results.is_selective)
+        own = input.reshape(-1, input.shape[-1])
+        known = results.known(input.device) if results is not None else None
+        full = _gathered_input(product, own) if known is None or ctx.keeps_input else own
+        outputs = known or _multiplied(product, full, shapes, weights)
+        if results is not None and known is None:
+            ctx.result_index = results.keep(outputs)
+        ctx.save_for_backward(full if ctx.keeps_input else own, *weights)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -143,7 +122,7 @@ class _ShardedProduct(torch.autograd.Function):
         overlap = product.overlap
         full, *weights = ctx.saved_tensors
         pending_input = Pending()
-        if not overlap.keep_inputs:
+        if not ctx.keeps_input:
             # In flight during dI's matmul.
             full, pending_input = product.gather(full, product.out_axis, product.enter, "regather")
             if not overlap.backward:
@@ -204,6 +183,44 @@ def sharded_product(
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
+
+
+def _gathered_input(product: Product, own: Tensor) -> Tensor:
+    interleaving = product.collectives.interleaving
+    full, pending = product.gather(own, product.out_axis, product.enter, "activation")
+    if interleaving is not None and product.enter != "whole" and product.out_ranks > 1:
+        interleaving.switch()
+    pending.wait()
+    return full
+
+
+def _multiplied(
+    product: Product, full: Tensor, shapes: Sequence[tuple[int, ...]], weights: Sequence[Tensor]
+) -> list[Tensor]:
+    interleaving = product.collectives.interleaving
+    outputs: dict[int, Tensor] = {}
+    in_flight: list[Pending] = []
+    for leave, members in product.together:
+        blocks = {m: product.blocks(weights, m) for m in members}
+        widths = [sum(block.shape[0] for block in blocks[m]) for m in members]
+        kept, chunks = _outputs(product, members, widths, leave, full)
+        # A chunk of the outputs is reduced while the next is multiplied.
+        for chunk in chunks:
+            for member, rows, memory in chunk.products:
+                # [input parts, groups of tokens, rows of each group, features]
+                read = full.unflatten(1, (memory.shape[1], -1))[:, :, rows]
+                for out, i, block in _terms(memory, blocks[member], len(full)):
+                    _multiply(read[i], block.t(), out, first=i == 0)
+            in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
+        outputs |= zip(members, kept, strict=True)
+    if interleaving is not None and product.in_ranks > 1:
+        interleaving.switch()
+    for pending in in_flight:
+        pending.wait()
+    return [
+        _as_output(outputs[member], shapes[member], leave == "features" and len(product.leaves) > 1)
+        for member, leave in enumerate(product.leaves)
+    ]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from fourfold.parallel.options import (
     ActivationsWanted,
     Options,
     check_model,
+    checkpointing_of,
 )
 from fourfold.parallel.replace_modules import ModuleReplacement
 from fourfold.parallel.report import Decisions, Report, compose_report
@@ -41,6 +42,7 @@ def parallelize(
     precision: Precision = "fp32",
     activations: ActivationsWanted = "auto",
     activation_checkpointing: ActivationCheckpointing = "none",
+    checkpointed_blocks: int | None = None,
     weights: Weights = "auto",
     overlap: Overlap | None = None,
     chunked_loss: bool = True,
@@ -58,7 +60,9 @@ def parallelize(
         activations: sharded over both x and y (``sequence-parallel``, as in Megatron-LM), or sharded over one
             and replicated over the other (``replicated``). ``auto`` is the first where the model's code allows it; the
             report says why not where it does not. With y > 1 and the first, the logits are those of this rank's tokens.
-        activation_checkpointing: ``full`` recomputes each block in backward.
+        activation_checkpointing: ``full`` recomputes each block in backward; ``selective`` all but the results of its linears and
+            of attention.
+        checkpointed_blocks: how many blocks, from the first, have it; the others have the next weaker kind. None: all.
         weights: how they are stored over z and data: by ``fsdp2``, or ``streamed`` by Fourfold's own schedule.
         overlap: which communication overlaps with computation.
         chunked_loss: compute the loss of ``labels`` by chunks of tokens, with only a chunk of the logits in memory.
@@ -78,7 +82,14 @@ def parallelize(
     """
     on_meta = any(p.is_meta for p in model.parameters())
     options = Options(
-        roles, precision, activations, activation_checkpointing, weights, overlap or Overlap(), chunked_loss
+        roles,
+        precision,
+        activations,
+        activation_checkpointing,
+        checkpointed_blocks,
+        weights,
+        overlap or Overlap(),
+        chunked_loss,
     )
     report, replays = arrange(model, grid, options, seed=seed if on_meta and checkpoint is None else None)
 
@@ -99,11 +110,17 @@ def parallelize(
 
 
 def arrange(
-    model: nn.Module, grid: Grid, options: Options, *, seed: int | None = None
+    model: nn.Module,
+    grid: Grid,
+    options: Options,
+    *,
+    seed: int | None = None,
+    checkpointing: Sequence[ActivationCheckpointing] | None = None,
 ) -> tuple[Report, dict[str, InitReplay]]:
     """Everything but the values: a model on meta has none yet, and in a dry run never.
 
-    With a ``seed`` also return how each parameter is initialised, by the model's own rules.
+    With a ``seed`` also return how each parameter is initialised, by the model's own rules. ``checkpointing`` is that of each
+    block, if it is not as the options say.
     """
     check_model(model)
     weights, why_weights = choose_weights(options.weights, grid)
@@ -129,9 +146,8 @@ def arrange(
     # 4. Recomputation of activations and the bounds of random numbers, block by block.
     blocks = find_blocks(model)
     names = {module: name for name, module in model.named_modules()}
-    recomputed = options.activation_checkpointing == "full"
-    for block in blocks:
-        wrap_block(block, names[block], inside, dropout, recomputed=recomputed, tokens=tokens)
+    for block, kind in zip(blocks, checkpointing or checkpointing_of(options, len(blocks)), strict=True):
+        wrap_block(block, names[block], inside, dropout, checkpointing=kind, tokens=tokens)
     wrap_model(model, inside, replaced.groups, dropout, guard, tokens, head_loss)
 
     # 5. Two half-batches alternate, where activations are sent.

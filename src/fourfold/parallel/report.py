@@ -101,7 +101,7 @@ def compose_report(
         f"weights: {decisions.weights} ({decisions.why_weights}) over z={grid.z}, gradients summed over data={grid.data}, "
         f"{options.precision}"
     )
-    notes.append(f"activation checkpointing: {options.activation_checkpointing}")
+    notes.append(f"activation checkpointing: {options.checkpointing_words}")
     notes.append(f"activations: {decisions.activations} ({decisions.why_activations})")
     if decisions.weights != "streamed" and (unused := options.overlap.without_effect(STREAMED_OPTIONS)):
         notes.append(f"{unused} with {decisions.weights} weights; use weights='streamed'")

@@ -8,13 +8,15 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import checkpoint
 
 from fourfold.mesh.axes import Axis
+from fourfold.mesh.kept import BlockResults
 from fourfold.parallel.chunked_loss import HeadLoss
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.linear import FusedLinearGroup
 from fourfold.parallel.loss import LossGuard
+from fourfold.parallel.options import ActivationCheckpointing
 from fourfold.parallel.sequence import Tokens
 
 
@@ -72,7 +74,7 @@ def wrap_block(
     inside: Inside,
     dropout: Dropout | None,
     *,
-    recomputed: bool,
+    checkpointing: ActivationCheckpointing,
     tokens: Tokens | None = None,
 ) -> None:
     """Wrap a block's forward: local tokens in, recomputed in backward if asked for, dropout in the right state."""
@@ -95,11 +97,9 @@ def wrap_block(
 
     # Inside FSDP2's hooks, so that the block's weights are gathered in backward before it is recomputed.
     if tokens is not None:
-        block.forward = _with_own_tokens(name, tokens, forward, recomputed=recomputed)
-    elif recomputed:
-        block.forward = functools.partial(recompute, forward, use_reentrant=False)
+        block.forward = _with_own_tokens(name, tokens, forward, checkpointing)
     else:
-        block.forward = forward
+        block.forward = _recomputed(name, forward, checkpointing)
     if dropout is not None:
         # The checkpoint restores the shared state, so a block has to start with it.
         block.register_forward_pre_hook(lambda *_: dropout.leave())
@@ -107,7 +107,7 @@ def wrap_block(
 
 
 def _with_own_tokens(
-    name: str, tokens: Tokens, forward: Callable[..., Any], *, recomputed: bool
+    name: str, tokens: Tokens, forward: Callable[..., Any], checkpointing: ActivationCheckpointing
 ) -> Callable[..., Any]:
     """The first block selects the local tokens of the batch; the others get them from the previous block."""
 
@@ -115,13 +115,34 @@ def _with_own_tokens(
         with tokens.using(shape):  # another batch may have run before this one is recomputed
             return forward(own, *args, **kwargs)
 
+    run = _recomputed(name, with_shape, checkpointing)
+
     def enter(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        arguments = (tokens.shape, tokens.own(hidden_states, name), *args)
-        if recomputed:
-            return recompute(with_shape, *arguments, use_reentrant=False, **kwargs)
-        return with_shape(*arguments, **kwargs)
+        return run(tokens.shape, tokens.own(hidden_states, name), *args, **kwargs)
 
     return enter
+
+
+def _recomputed(
+    name: str, forward: Callable[..., Any], checkpointing: ActivationCheckpointing
+) -> Callable[..., Any]:
+    """``forward`` that backward runs again, all of it or what takes little time."""
+    if checkpointing == "none":
+        return forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = BlockResults(name, is_selective=checkpointing == "selective")
+        output = checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (results.forward(), results.again()),
+            **kwargs,
+        )
+        results.omit_last(output)
+        return output
+
+    return run
 
 
 def disable_caches(model: nn.Module) -> int:

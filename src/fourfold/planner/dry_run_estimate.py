@@ -111,6 +111,7 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         precision=job.precision,
         activations=layout.activations,
         activation_checkpointing=layout.activation_checkpointing,
+        checkpointed_blocks=layout.checkpointed_blocks,
         weights=layout.weights,
         overlap=Overlap(keep_bytes=layout.keep_bytes, keep_inputs=layout.keep_inputs),
         target=job.target,
@@ -126,6 +127,7 @@ def schedule_of(cluster: Cluster, precision: str) -> Schedule:
         FOURFOLD,
         weight_bytes=4 if precision == "fp32" else 2,
         interleaves=on_cpu,
+        fused_optimizer=not on_cpu,
         chunk_bytes=2**20 if on_cpu else FOURFOLD.chunk_bytes,
     )
 

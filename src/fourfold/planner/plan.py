@@ -23,7 +23,7 @@ from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.dry_run_estimate import Job, describe, schedule_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import Activations, Layout
+from fourfold.planner.inputs.layout import KINDS, Activations, Checkpointing, Layout
 from fourfold.planner.search import RESERVE, Plan, Rejected, memory_limit_bytes, search, too_large
 from fourfold.planner.workers import for_all, simulate_layout
 
@@ -39,7 +39,8 @@ def plan(
     weights: Literal["fsdp2", "streamed"] | None = None,
     precision: Literal["bf16", "fp32"] | None = None,
     optimizer: Optimizer = "adamw",
-    checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
+    checkpointing: tuple[Checkpointing, ...] = KINDS,
+    checkpointed_blocks: int | None = None,
     activations: Activations | None = None,
     keep_inputs: tuple[bool, ...] = (True, False),
     reserve: float = RESERVE,
@@ -88,6 +89,7 @@ def plan(
             sequences,
             weights=weights,
             checkpointing=checkpointing,
+            checkpointed_blocks=checkpointed_blocks,
             activations=(activations,) if activations else ("replicated", "sequence-parallel"),
             keep_inputs=keep_inputs,
             reserve=reserve,
@@ -135,7 +137,7 @@ def _all_layouts(
     ranks: int,
     sequences: int,
     weights: Literal["fsdp2", "streamed"],
-    checkpointing: tuple[Literal["none", "full"], ...],
+    checkpointing: tuple[Checkpointing, ...],
     activations: Activations,
 ) -> tuple[list[Layout], list[Rejected]]:
     """Every grid whose data and z divide the batch, few tensor ranks first, each with one micro-batch and as many as fit."""

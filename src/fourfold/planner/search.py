@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Literal
 
 from fourfold.mesh.axes import divisors, factorisations
-from fourfold.planner.cost.memory import WORK_BYTES
+from fourfold.planner.cost.memory import WORK_BYTES, Memory
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import Activations, Layout, undivided_axis
+from fourfold.planner.inputs.layout import KINDS, Activations, Checkpointing, Layout, undivided_axis
 from fourfold.planner.inputs.workload import Workload
 
 # The part of a device's memory for its context, the library's buffers and what an allocator cannot use.
@@ -97,18 +99,20 @@ def search(
     global_batch_sequences: int,
     *,
     weights: Literal["fsdp2", "streamed"] = "fsdp2",
-    checkpointing: tuple[Literal["none", "full"], ...] = ("none", "full"),
+    checkpointing: tuple[Checkpointing, ...] = KINDS,
+    checkpointed_blocks: int | None = None,
     activations: tuple[Activations, ...] = ("replicated", "sequence-parallel"),
     keep_inputs: tuple[bool, ...] = (True, False),
     reserve: float = RESERVE,
 ) -> Plan:
     """All layouts, the fastest first.
 
-    ``reserve`` is the part of the memory that is left free. Streamed weights are tried with none, half and all of them kept.
+    ``reserve`` is the part of the memory that is left free. Of the kinds of ``checkpointing`` each layout has as little as fits. Streamed weights are tried with none, half and all of them kept.
     Sequence-parallel ``activations`` are tried where there are tensor ranks, with gathered inputs that are kept and that are
     gathered again (``keep_inputs``). Grids with more than `_MOST_TENSOR_RANKS` on y and x together are skipped.
     """
     workload, cluster, length = prices.workload, prices.cluster, prices.length
+    limit_bytes = memory_limit_bytes(cluster, reserve)
     ranked: list[Estimate] = []
     rejected: list[Rejected] = []
     for grid in factorisations(ranks):
@@ -135,11 +139,23 @@ def search(
                 axis, axis_ranks = undivided
                 reason = f"{axis}={axis_ranks} does not divide the {length} tokens of a sequence, so they cannot be sharded"
                 rejected.append(Rejected(layout, reason))
-            for (kind, keeps_inputs), recompute, keep_bytes in product(ways, checkpointing, keeps):
+            for (kind, keeps_inputs), keep_bytes in product(ways, keeps):
                 layout = Layout(
-                    data, z, y, x, micro_batches, recompute, keep_bytes, weights, kind, keeps_inputs
+                    data,
+                    z,
+                    y,
+                    x,
+                    micro_batches,
+                    "none",
+                    keep_bytes,
+                    weights,
+                    kind,
+                    keeps_inputs,
+                    checkpointed_blocks,
                 )
-                peak = prices.memory(layout, tokens)
+                layout, peak = least_recomputed(
+                    layout, checkpointing, workload.layers, partial(prices.memory, tokens=tokens), limit_bytes
+                )
                 over = too_large(layout, peak.total_bytes, cluster, reserve)
                 if over is not None:
                     rejected.append(over)
@@ -147,6 +163,38 @@ def search(
                     ranked.append(estimate_with(prices, layout, global_batch_sequences, peak))
     ranked.sort(key=lambda e: e.step_s)
     return Plan(ranked, rejected, ranks, memory_limit_bytes(cluster, reserve))
+
+
+def least_recomputed(
+    layout: Layout,
+    kinds: Sequence[Checkpointing],
+    blocks: int,
+    memory_of: Callable[[Layout], Memory],
+    limit_bytes: float,
+) -> tuple[Layout, Memory]:
+    """The layout with as little recomputation, of these kinds, as fits into the memory; with the most of it if none fits."""
+
+    def with_kind(kind: Checkpointing, count: int | None) -> tuple[Layout, Memory]:
+        found = replace(layout, activation_checkpointing=kind, checkpointed_blocks=count)
+        return found, memory_of(found)
+
+    for weaker, kind in zip([None, *kinds], kinds, strict=False):
+        given = layout.checkpointed_blocks
+        best = with_kind(kind, given)
+        if best[1].total_bytes > limit_bytes:
+            continue
+        if given is None and weaker is not None and KINDS.index(weaker) == KINDS.index(kind) - 1:
+            # All blocks of the weaker kind are too much, all of this one fit: as few of them as possible.
+            too_few, enough = 0, blocks
+            while enough - too_few > 1:
+                middle = (too_few + enough) // 2
+                tried = with_kind(kind, middle)
+                if tried[1].total_bytes > limit_bytes:
+                    too_few = middle
+                else:
+                    enough, best = middle, tried
+        return best
+    return best
 
 
 def memory_limit_bytes(cluster: Cluster, reserve: float) -> float:

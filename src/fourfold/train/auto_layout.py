@@ -17,12 +17,15 @@ from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.manifest import CorruptCheckpointError
 from fourfold.checkpoint.state import read_values
 from fourfold.config.run_file import from_dict
-from fourfold.config.schema import CHOSEN_ALONG, RunConfig, UndividedEvaluation
+from fourfold.config.schema import CHOSEN_ALONG, EngineSection, RunConfig, UndividedEvaluation
 from fourfold.mesh.axes import divisors
+from fourfold.planner.cost.memory import Memory, memory
+from fourfold.planner.inputs.layout import KINDS, Layout, undivided_axis
+from fourfold.planner.search import RESERVE, least_recomputed
 
 if TYPE_CHECKING:
+    from fourfold.planner.cost.optimizer import Optimizer
     from fourfold.planner.cost.step import Estimate
-    from fourfold.planner.inputs.layout import Layout
     from fourfold.planner.search import Plan
 
 
@@ -33,6 +36,9 @@ MICRO_BATCH_TOKENS = 8192
 _INPUTS = attrgetter(
     "grid.cluster", "model", "sequences", "data.sequence_length", "engine.precision", "optimizer.name"
 )
+
+
+_CHECKPOINTING = attrgetter("activation_checkpointing", "checkpointed_blocks")
 
 
 def resume_or_choose_layout(
@@ -70,10 +76,12 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
     given = CHOSEN_ALONG & run.engine.model_fields_set
     # With one tensor rank activations are not sharded, whatever was configured.
     is_sharded = before.grid.x * before.grid.y > 1
+    recompute = _CHECKPOINTING(run.engine)
     is_same = (
         before.grid.size == ranks
         and _INPUTS(before) == _INPUTS(run)
         and run.engine.weights in ("auto", before.engine.weights)
+        and (recompute[0] == "auto" or recompute == _CHECKPOINTING(before.engine))
         and (not is_sharded or run.engine.activations in ("auto", before.engine.activations))
         and run.batch.micro_batch_sequences in (None, before.batch.micro_batch_sequences)
         and all(
@@ -84,7 +92,8 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
     )
     if not is_same:
         return None
-    chosen = {name: getattr(before.engine, name) for name in (*CHOSEN_ALONG, "weights", "activations")}
+    names = (*CHOSEN_ALONG, "weights", "activations", "activation_checkpointing", "checkpointed_blocks")
+    chosen = {name: getattr(before.engine, name) for name in names}
     rows = before.batch.micro_batch_sequences
     found = _with_sections(run, batch={"micro_batch_sequences": rows}, engine=chosen)
     return found.model_copy(update={"grid": before.grid})
@@ -141,6 +150,71 @@ def all_on_z(run: RunConfig, ranks: int) -> RunConfig:
     )
 
 
+def choose_checkpointing(run: RunConfig, device_bytes: float | None, target: str) -> RunConfig:
+    """The run, which has a grid, with as little recomputation as fits into a device, if its config leaves that open.
+
+    Nothing is recomputed if the memory of the device, or of the model, is not known.
+    """
+    if run.engine.activation_checkpointing != "auto":
+        return run
+    from fourfold.train.loop.model import model_config
+
+    rows = run.sequences // (run.shape[0] * run.shape[1])
+    micro_batches = -(-rows // (run.batch.micro_batch_sequences or rows))
+    chosen = checkpointing_that_fits(
+        model_config(run.model) if device_bytes else None,
+        run.shape,
+        run.engine,
+        (rows // micro_batches, run.data.sequence_length, micro_batches),
+        run.optimizer.name,
+        device_bytes,
+        target,
+    )
+    return _with_sections(run, engine=chosen)
+
+
+def checkpointing_that_fits(
+    model: Any,
+    shape: tuple[int, int, int, int],
+    engine: EngineSection,
+    batch: tuple[int, int, int],
+    optimizer: Optimizer,
+    device_bytes: float | None,
+    target: str,
+) -> dict[str, Any]:
+    """The fields of [engine] that say what is recomputed on a grid.
+
+    ``model`` is a configuration, ``batch`` the (sequences, length) of a rank's micro-batch and the number of them. What the
+    engine leaves open is as a run on ``target`` devices chooses it.
+    """
+    from fourfold.planner.dry_run_estimate import describe
+
+    _, workload = describe(model) if device_bytes else (None, None)
+    if workload is None or device_bytes is None:
+        return {"activation_checkpointing": "none", "checkpointed_blocks": None}
+    *_, y, x = shape
+    rows, length, micro_batches = batch
+    is_cut = x * y > 1 and engine.activations != "replicated" and undivided_axis(length, y, x) is None
+    layout = Layout(
+        *shape,
+        micro_batches=micro_batches,
+        keep_bytes=engine.keep_weights_bytes,
+        weights=engine.weights if engine.weights != "auto" else "fsdp2" if target == "cuda" else "streamed",
+        activations="sequence-parallel" if is_cut else "replicated",
+        keep_inputs=engine.keep_inputs,
+    )
+    work_bytes = 2 if engine.precision == "bf16" else 4
+
+    def memory_of(tried: Layout) -> Memory:
+        return memory(workload, tried, rows * length, None, work_bytes, optimizer)
+
+    found, _ = least_recomputed(layout, KINDS, workload.layers, memory_of, device_bytes * (1 - RESERVE))
+    return {
+        "activation_checkpointing": found.activation_checkpointing,
+        "checkpointed_blocks": found.checkpointed_blocks,
+    }
+
+
 def plan_options(run: RunConfig) -> dict[str, Any]:
     """The arguments of `fourfold.plan` by which it considers what the run config leaves open."""
     engine = run.engine
@@ -150,9 +224,14 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
         "weights": engine.weights if engine.weights != "auto" else None,
         "precision": engine.precision,
         "optimizer": run.optimizer.name,
-        "checkpointing": (engine.activation_checkpointing,)
-        if _sets(run, "activation_checkpointing")
-        else ("none", "full"),
+        **(
+            {
+                "checkpointing": (engine.activation_checkpointing,),
+                "checkpointed_blocks": engine.checkpointed_blocks,
+            }
+            if engine.activation_checkpointing != "auto"
+            else {}
+        ),
         "activations": engine.activations if engine.activations != "auto" else None,
         "keep_inputs": (engine.keep_inputs,) if _sets(run, "keep_inputs") else (True, False),
     }
@@ -202,6 +281,7 @@ def layout_fields(run: RunConfig, layout: Layout) -> dict[str, dict[str, Any]]:
             "activations": layout.activations,
             "keep_inputs": layout.keep_inputs,
             "activation_checkpointing": layout.activation_checkpointing,
+            "checkpointed_blocks": layout.checkpointed_blocks,
             "weights": layout.weights,
             "keep_weights_bytes": kept_bytes if _sets(run, "keep_weights_bytes") else layout.keep_bytes,
         },

@@ -71,14 +71,14 @@ def test_flops_are_megatrons(hidden, layers, heads):
     batch, s, v = 512, 2048, 51200
     formula = 96 * batch * s * layers * hidden**2 * (1 + s / (6 * hidden) + v / (16 * layers * hidden))
     workload = gpt("megatron", hidden, layers, heads, v, tied=True)
-    assert workload.hardware_flops(batch * s, s, recomputed=True) == pytest.approx(formula)
+    assert workload.hardware_flops(batch * s, s, again=workload.layers) == pytest.approx(formula)
 
 
 def test_recomputation_is_work_of_the_hardware_alone():
     workload = Workload("8b", 4096, 14336, 32, 32, 8, 128, 128256)
     model = workload.model_flops(1e6, 8192)
-    assert workload.hardware_flops(1e6, 8192, recomputed=False) == model
-    assert model < workload.hardware_flops(1e6, 8192, recomputed=True) < model * 4 / 3
+    assert workload.hardware_flops(1e6, 8192, again=0) == model
+    assert model < workload.hardware_flops(1e6, 8192, again=workload.layers) < model * 4 / 3
 
 
 def test_a_file_is_read(tmp_path):

@@ -202,14 +202,14 @@ def _replicas(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[tu
     return rows + columns + kv_rows
 
 
-def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, Pass]:
-    """A block's forward and backward; a recomputed forward is another forward.
+def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, Pass, Pass]:
+    """A block's forward, its backward, and its forward as backward runs it again.
 
     With sequence-parallel activations the tokens are those that all x and y ranks share.
     """
     w, (tokens, y, x, device, kernels, schedule, slowdown, send, by_tokens, _) = workload, given
     groups = groups_of(w, y, x, by_tokens=by_tokens)
-    forward, backward = _forward(groups, given), _backward(groups, given)
+    forward, backward, again = _forward(groups, given), _backward(groups, given), _again(groups, given)
     of_q, of_kv = head_shardings(w, y, x, by_tokens=by_tokens)
     parts = x * y if of_q == "features" else x
     is_fused = schedule.attention == "flash"
@@ -220,9 +220,10 @@ def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, P
     moved = block_bytes(w, y, x, schedule.elementwise, cuts_tokens_over_x=over_x, by_tokens=by_tokens)
     elementwise = [memory_s(kernels.memory_passes * tokens * m, device) for m in moved]
     forward = forward._replace(attention_s=core[0], elementwise_s=elementwise[0])
+    again = again._replace(attention_s=core[0], elementwise_s=elementwise[0])
     backward = backward._replace(attention_s=core[1], elementwise_s=elementwise[1])
     if schedule.interleaves:
-        forward, backward = _with_batch_split(forward, slowdown), _with_batch_split(backward, slowdown)
+        forward, backward, again = (_with_batch_split(one, slowdown) for one in (forward, backward, again))
     if of_q == "features" and of_kv == "whole":
         # Several y ranks use one key/value head: the gradients of k and v are summed over y.
         kv = w.kv_features / min(x, w.kv_heads)
@@ -233,10 +234,23 @@ def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, P
         replica_s = send("all_reduce", axis, schedule.gradient_bytes * elements)
         _add_exposed(backward, axis, replica_s)
     host_s = kernels.host_us * 1e-6
-    forward, backward = _at_least(forward, host_s), _at_least(backward, 2 * host_s)
-    for one in (forward, backward):  # the statistics of the norms; nothing hides them
+    forward, backward, again = (
+        _at_least(one, host) for one, host in ((forward, host_s), (backward, 2 * host_s), (again, host_s))
+    )
+    for one in (forward, backward, again):  # the statistics of the norms; nothing hides them
         _add_exposed(one, "y", 2 * send("all_reduce", "y", 4 * tokens / (x if by_tokens else 1)))
-    return forward, backward
+    return forward, backward, again
+
+
+def _again(groups: list[Linears], given: Given) -> Pass:
+    """The linears of a recomputed forward; backward needs the input of the last ones, and not their output."""
+    if not given.schedule.stops_early:
+        return _forward(groups, given)
+    *most, last = groups
+    one = _forward(most, given)
+    if given.keep_inputs:
+        _add_exposed(one, last.out_axis, _gather_s(last.out_axis, last.input_sharding, last.inputs, given))
+    return one
 
 
 def _add_exposed(one: Pass, axis: str, seconds: float) -> None:

@@ -36,10 +36,10 @@ _IN_PARTS = Moved(36, 60)  # eager, where PyTorch has no operator of its own for
 _LOSS = {"fused": 66, "eager": 52}
 # For each feature of the embedding's output and the last norm, both ways.
 _ENDS = {"fused": 12, "eager": 4 + 36 + 92}
-# AdamW reads parameter, gradient and two moments and writes all but the gradient; as a list of operators over all parameters it
-# passes over them eight times. Clipping reads the gradients, and reads and writes them once more.
+# Fused AdamW reads parameter, gradient and two moments and writes all but the gradient; as operators one after another it passes over
+# them eight times. Clipping reads the gradients, and reads and writes them once more.
 CLIP_BYTES = 12
-_ADAMW = {"fused": 28, "eager": 80}
+_ADAMW, _ADAMW_IN_PARTS = 28, 80
 
 
 def block_bytes(
@@ -90,9 +90,9 @@ def ends_bytes(
     return _LOSS[elementwise] * columns / of_y + _ENDS[elementwise] * w.hidden / (y * of_x)
 
 
-def optimizer_bytes(elementwise: str) -> float:
+def optimizer_bytes(is_fused: bool) -> float:
     """Bytes of clipping and AdamW for each parameter that a rank stores."""
-    return _ADAMW[elementwise] + CLIP_BYTES
+    return (_ADAMW if is_fused else _ADAMW_IN_PARTS) + CLIP_BYTES
 
 
 def copied_bytes(layout: Layout, elementwise: str) -> Moved:

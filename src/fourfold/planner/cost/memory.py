@@ -9,7 +9,7 @@ bf16 blocks gathered over z. `tests/planner/cost/test_memory.py` compares it wit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fourfold.parallel.chunk_size import chunk_tokens
@@ -20,11 +20,11 @@ from fourfold.planner.cost.optimizer import (
     muon_matrices,
     muon_step_bytes,
 )
-from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.layout import Checkpointing, Layout
 from fourfold.planner.inputs.workload import Workload
 
 MASTER_BYTES = 4
-STEP_BYTES = 4  # foreach AdamW makes one temporary of every shard
+STEP_BYTES = 4  # beside Muon, AdamW makes one temporary of every shard; alone it is fused
 GRADIENT_BYTES = 4
 WORK_BYTES = 2  # bf16, unless the work is in fp32
 WIDE_BYTES = 4  # norms and loss compute in fp32
@@ -128,16 +128,32 @@ def _saved_v(w: Workload, layout: Layout, q: float, kv: float) -> float:
     """Features that v keeps alive: its own, or the whole buffer of outputs that were reduced together.
 
     A bias makes a new v. Sequence-parallel, v is also new where it was copied out of the buffer, and with y = 1 each output has its
-    own memory; one matrix for q, k and v has one buffer for all three, which v is a part of, and q and k if nothing is rotated.
+    own memory; one matrix for q, k and v has one buffer for all three, which v is a part of, and q and k if nothing is rotated;
+    so has a single rank.
     """
     y, x, ranks = layout.y, layout.x, layout.y * layout.x
     has_bias = w.bias or w.qkv_bias
-    if layout.by_tokens and w.fused_qkv:
+    if w.fused_qkv and (layout.by_tokens or ranks == 1):
         return q + 2 * kv if w.rotates else kv
     if layout.by_tokens and w.divides_heads(ranks) and y > 1:
         return kv if w.kv_heads % ranks == 0 else w.kv_features / min(x, w.kv_heads) * (1 if has_bias else 2)
     shares_buffer = y > 1 if layout.by_tokens else ranks > 1
     return q + 2 * kv if shares_buffer and not has_bias else kv
+
+
+def kept_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float:
+    """What a selective block keeps besides its input: the outputs of all linears but the last one, and of attention."""
+    y, x, by_tokens = layout.y, layout.x, layout.by_tokens
+    ranks = y * x
+    by_heads = by_tokens and w.divides_heads(ranks)
+    q_parts = ranks if by_heads else x
+    # Where ranks of y share a key/value head, each has all of it.
+    kv_parts = min(q_parts if w.kv_heads % q_parts == 0 else x, w.kv_heads)
+    inner_parts, hidden_parts = (ranks, ranks) if by_tokens else (x, y)
+    features = 2 * w.q_features / q_parts + 2 * w.kv_features / kv_parts + w.hidden / hidden_parts
+    features += (2 if w.gated else 1) * w.ffn / inner_parts
+    statistics = 2 * WIDE_BYTES / (x if by_tokens else 1) if y > 1 else 0.0
+    return work_bytes * features + HEAD_BYTES * w.heads / q_parts + statistics
 
 
 def memory(
@@ -154,6 +170,44 @@ def memory(
     return max(moments, key=lambda peak: peak.total_bytes)
 
 
+class _InWork(NamedTuple):
+    """Activations of blocks that are recomputed alike, in bytes."""
+
+    each: float  # of every block until backward comes to it
+    live: float  # in addition of the one that backward is in
+    in_work: float  # gradients and temporaries
+    is_in_mlp: bool  # the most in the MLP, or after it
+
+
+def _in_work(w: Workload, layout: Layout, tokens: float, kind: Checkpointing, work_bytes: int) -> _InWork:
+    if kind == "selective":
+        layout = replace(layout, keep_inputs=False)
+    hidden_read, ffn_read = tokens * w.hidden / layout.y, tokens * w.ffn / layout.x
+    hidden, ffn = hidden_read, ffn_read
+    if layout.by_tokens:
+        hidden, ffn = hidden / layout.x, ffn / layout.y
+    saved = tokens * saved_bytes_per_token(w, layout, work_bytes)
+    block_input = work_bytes * hidden
+    kept = tokens * kept_bytes_per_token(w, layout, work_bytes)
+    each = {"none": saved, "selective": block_input + kept, "full": block_input}[kind]
+    live = {"none": 0.0, "selective": saved - kept, "full": saved}[kind]
+    # The gradients of a block's output, of the down projection's input and of what the activation function took; or,
+    # after the MLP, whose activations are freed by then, those of a norm.
+    mlp = work_bytes * (hidden + 2 * ffn)
+    after_mlp = (4 * NORM_BACKWARD_WIDE + NORM_BACKWARD_COPIES * work_bytes) * hidden
+    after_mlp -= work_bytes * (w.activation_copies * ffn + hidden)
+    if layout.by_tokens:
+        # The gradient of the block's output, the same gathered, and all of that of the down projection's input.
+        again = 0 if layout.keep_inputs else 1
+        mlp = work_bytes * (hidden + hidden_read + ffn + ffn_read * (1 + again))
+        if w.gated and layout.y > 1:
+            # Or, what the MLP kept being gone, the gradients of gate and up: together, gathered, and gathered each for itself.
+            gone = (w.activation_copies - 1) * ffn + (ffn if again else ffn_read)
+            siblings = hidden + 2 * ffn + 4 * ffn_read + hidden_read * (1 + again)
+            mlp = max(mlp, work_bytes * (siblings - gone))
+    return _InWork(each, live, max(mlp, after_mlp), mlp > after_mlp)
+
+
 def _moments(
     w: Workload, layout: Layout, tokens: float, shard: ShardSizes, work_bytes: int, optimizer: Optimizer
 ) -> Iterator[Memory]:
@@ -161,7 +215,8 @@ def _moments(
     stored = whole / layout.z
     cut = layout.y * layout.x > 1
     accumulates = layout.micro_batches > 1
-    is_recomputed = layout.is_recomputed
+    kinds = layout.checkpointing_of(w.layers)
+    is_recomputed = any(kind != "none" for kind, _ in kinds)
     is_streamed = layout.weights == "streamed"
     sends = layout.z * layout.data > 1
     by_muon = w.layers * shard.matrices / layout.z if optimizer == "muon" else 0.0
@@ -179,35 +234,15 @@ def _moments(
     ) -> Memory:
         return Memory(parameters, gradients, state, activations, gathered, buffers, logits, moment)
 
-    # What the linears read, gathered, and what is between them: the same, unless its tokens are cut as well.
-    hidden_read, ffn_read = tokens * w.hidden / layout.y, tokens * w.ffn / layout.x
-    hidden, ffn = hidden_read, ffn_read
-
-    # Activations.
-    if layout.by_tokens:
-        hidden, ffn = hidden / layout.x, ffn / layout.y
-    block_saved = tokens * saved_bytes_per_token(w, layout, work_bytes)
+    # What the linears read, gathered; and what is between them: the same, unless its tokens are cut as well.
+    hidden_read = tokens * w.hidden / layout.y
+    hidden = hidden_read / (layout.x if layout.by_tokens else 1)
     block_input = work_bytes * hidden
-    each, live = (block_input, block_saved) if is_recomputed else (block_saved, 0.0)
-    norm = norm_bytes(w, cut, work_bytes)
-    # In work: the gradients of a block's output, of the down projection's input and of what the activation function took; or,
-    # after the MLP, whose activations are freed by then, those of a norm.
-    mlp = work_bytes * (hidden + 2 * ffn)
-    after_mlp = (4 * NORM_BACKWARD_WIDE + NORM_BACKWARD_COPIES * work_bytes) * hidden
-    after_mlp -= work_bytes * (w.activation_copies * ffn + hidden)
-    last_norm = norm * hidden
+    works = {kind: _in_work(w, layout, tokens, kind, work_bytes) for kind, _ in kinds}
+    last_norm = norm_bytes(w, cut, work_bytes) * hidden
     if layout.by_tokens:
-        # The gradient of the block's output, the same gathered, and all of that of the down projection's input.
-        again = 0 if layout.keep_inputs else 1
-        mlp = work_bytes * (hidden + hidden_read + ffn + ffn_read * (1 + again))
-        if w.gated and layout.y > 1:
-            # Or, what the MLP kept being gone, the gradients of gate and up: together, gathered, and gathered each for itself.
-            gone = (w.activation_copies - 1) * ffn + (ffn if again else ffn_read)
-            siblings = hidden + 2 * ffn + 4 * ffn_read + hidden_read * (1 + again)
-            mlp = max(mlp, work_bytes * (siblings - gone))
         # After the last norm the model's code has a tensor of all tokens, and the head a gathered input.
         last_norm += work_bytes * hidden_read * (2 if layout.keep_inputs else 1) * (layout.x > 1)
-    in_work = max(mlp, after_mlp)
 
     # Gathered weights. Whole on each rank and in the precision of the work, the shard is the block: nothing is gathered.
     copied = 0 if is_streamed and layout.z == 1 and work_bytes == MASTER_BYTES else work_bytes
@@ -236,7 +271,7 @@ def _moments(
     # The loss. Gradients that are added up over micro-batches are whole over z until they are sent.
     columns = -(-w.vocabulary // layout.x)
     added_up = GRADIENT_BYTES * whole if accumulates else 0.0
-    saved = w.layers * each + last_norm
+    saved = sum(works[kind].each * blocks for kind, blocks in kinds) + last_norm
     if layout.ranks == 1:
         logits = (work_bytes + STOCK_LOSS_BYTES) * tokens * columns
         yield at("the loss", added_up, saved, at_loss, buffers, logits)
@@ -260,7 +295,13 @@ def _moments(
     # one before that, unless its shards have to go on over data.
     waiting = 2 if is_streamed and layout.data == 1 else 1
     head_stored = 0.0 if in_root else GRADIENT_BYTES * shard.table / layout.z
-    for done in {0, 1, 2, w.layers - 2, w.layers - 1} & set(range(w.layers)):
+    turns = [0, kinds[-1][1], w.layers - 1]  # the last block, the last one of the first kind, the first block
+    for done in {turn + i for turn in turns for i in (-1, 0, 1, 2)} & set(range(w.layers)):
+        left, held = w.layers - done, 0.0
+        for kind, blocks in kinds:  # the last of those that are left is in work
+            if left > 0:
+                work, count = works[kind], min(left, blocks)
+                held, left = held + count * work.each, left - count
         gradients = root_gradient + head_stored + GRADIENT_BYTES * done * shard.block / layout.z
         if accumulates:
             gradients += GRADIENT_BYTES * (whole - done * shard.block - (0 if in_root else shard.table))
@@ -270,8 +311,8 @@ def _moments(
                 gradients += GRADIENT_BYTES * shard.table
             if waiting == 2:
                 gradients += GRADIENT_BYTES * shard.inner * (1 + 1 / layout.z)
-        gradients += work_bytes * (shard.inner if mlp > after_mlp else (3 if w.gated else 2) * shard.inner)
-        activations = (w.layers - done) * each + live + in_work
+        gradients += work_bytes * (shard.inner if work.is_in_mlp else (3 if w.gated else 2) * shard.inner)
+        activations = held + work.live + work.in_work
         if done < w.layers - 1:
             yield at("backward", gradients, activations, in_block, buffers)
         else:
@@ -289,7 +330,9 @@ def _moments(
         # Without z to cut them, FSDP2 divides the sum over data in a copy.
         wide = GRADIENT_BYTES * ends * (1 if layout.z > 1 or is_streamed else 2)
         yield at("the embedding's gradient", gradients + wide + work_bytes * ends)
-    in_step = STEP_BYTES * (stored - by_muon)
+    in_step = 0.0
     if optimizer == "muon":
-        in_step = max(in_step, *(muon_step_bytes(m) for m in muon_matrices(w, layout)))
+        in_step = max(
+            STEP_BYTES * (stored - by_muon), *(muon_step_bytes(m) for m in muon_matrices(w, layout))
+        )
     yield at("the optimizer's step", GRADIENT_BYTES * stored, state=moments + in_step)

@@ -12,7 +12,7 @@ are predictions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -83,8 +83,8 @@ class Prices:
     @_remembered
     def passes(
         self, tokens: float, y: int, x: int, activations: str = "replicated", keep_inputs: bool = True
-    ) -> tuple[Pass, Pass, Pass]:
-        """A block's forward, its backward, and embedding, head and loss."""
+    ) -> tuple[Pass, Pass, Pass, Pass]:
+        """A block's forward, its backward, its forward in backward, and embedding, head and loss."""
 
         def send(kind: Kind, axis: str, payload_bytes: float) -> float:
             return self.collective_s(kind, payload_bytes, *((x, 1) if axis == "x" else (y, x)))
@@ -108,12 +108,35 @@ class Prices:
         if self.optimizer == "muon":
             by_muon = w.layers * shard.matrices / layout.z
             muon = muon_time(w, layout, device, self.kernels or Kernels(), self.collective_s)
-        moved = optimizer_bytes(self.schedule.elementwise) * (stored - by_muon) + CLIP_BYTES * by_muon
+        moved = optimizer_bytes(self.schedule.fused_optimizer) * (stored - by_muon) + CLIP_BYTES * by_muon
         return muon._replace(compute_s=muon.compute_s + memory_s(moved, device))
 
     def tokens_at_once(self, layout: Layout, global_batch_sequences: int) -> float:
         """Tokens of one rank's micro-batch."""
         return global_batch_sequences / (layout.data * layout.z * layout.micro_batches) * self.length
+
+
+class BlockTimes(NamedTuple):
+    """The passes of blocks that are recomputed alike."""
+
+    blocks: int
+    forward: Pass
+    backward: Pass
+    again: Pass | None  # what is recomputed
+
+
+def block_times(prices: Prices, layout: Layout, tokens: float) -> list[BlockTimes]:
+    found = []
+    for kind, count in layout.checkpointing_of(prices.workload.layers):
+        keep_inputs = layout.keep_inputs and (kind != "selective" or not layout.by_tokens)
+        forward, backward, again, _ = prices.passes(
+            tokens, layout.y, layout.x, layout.activations, keep_inputs
+        )
+        # Selective: only what lies between the linears.
+        between = Pass(0.0, 0.0, forward.elementwise_s, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0})
+        chosen = {"none": None, "selective": between, "full": again}[kind]
+        found.append(BlockTimes(count, forward, backward, chosen))
+    return found
 
 
 def estimate_with(
@@ -130,24 +153,29 @@ def estimate_with(
     """
     w, device = prices.workload, prices.cluster.device
     tokens = prices.tokens_at_once(layout, global_batch_sequences)
-    forward, backward, ends = prices.passes(
-        tokens, layout.y, layout.x, layout.activations, layout.keep_inputs
-    )
-    again = forward if layout.is_recomputed else None
+    blocks = block_times(prices, layout, tokens)
+    *_, ends = prices.passes(tokens, layout.y, layout.x, layout.activations, layout.keep_inputs)
     shard = prices.shard(layout.y, layout.x)
-    weights_link_s, weights_exposed_s = _weights(prices, layout, shard, forward, backward)
+    weights_link_s, weights_exposed_s = _weights(prices, layout, shard, blocks)
 
-    m, blocks = layout.micro_batches, w.layers
+    m = layout.micro_batches
     optimizer = prices.optimizer_time(*layout.grid)
     compute_s = {
-        "matmul": m * (blocks * (forward.matmul_s + backward.matmul_s) + ends.matmul_s),
-        "attention": m * blocks * (forward.attention_s + backward.attention_s),
-        "element-wise": m * (blocks * (forward.elementwise_s + backward.elementwise_s) + ends.elementwise_s)
+        "matmul": m
+        * (sum(b.blocks * (b.forward.matmul_s + b.backward.matmul_s) for b in blocks) + ends.matmul_s),
+        "attention": m * sum(b.blocks * (b.forward.attention_s + b.backward.attention_s) for b in blocks),
+        "element-wise": m
+        * (
+            sum(b.blocks * (b.forward.elementwise_s + b.backward.elementwise_s) for b in blocks)
+            + ends.elementwise_s
+        )
         + _copies_s(prices, layout, shard),
-        "recomputation": m * blocks * again.compute_s if again else 0.0,
+        "recomputation": m * sum(b.blocks * b.again.compute_s for b in blocks if b.again),
         "optimizer": optimizer.compute_s,
     }
-    passes = [(blocks, forward), (blocks, backward), (1, ends), *([(blocks, again)] if again else [])]
+    passes = [(b.blocks, one) for b in blocks for one in (b.forward, b.backward, b.again) if one] + [
+        (1, ends)
+    ]
     link_s = {axis: m * sum(n * p.link_s[axis] for n, p in passes) for axis in ("x", "y")}
     link_s |= weights_link_s
     exposed_s = {axis: m * sum(n * p.exposed_s[axis] for n, p in passes) for axis in ("x", "y")}
@@ -169,7 +197,10 @@ def utilisation(
     if workload is None or device.spec_tflops is None:
         return None, None
     possible = step_s * layout.ranks * device.spec_tflops * 1e12
-    hardware = workload.hardware_flops(tokens, length, recomputed=layout.is_recomputed)
+    full = sum(blocks for kind, blocks in layout.checkpointing_of(workload.layers) if kind == "full")
+    hardware = workload.hardware_flops(
+        tokens, length, again=full * workload.share_before_last_product(length)
+    )
     return workload.model_flops(tokens, length) / possible, hardware / possible
 
 
@@ -213,7 +244,7 @@ def _traffic(prices: Prices, layout: Layout, shard: ShardSizes) -> _Traffic:
 
 
 def _weights(
-    prices: Prices, layout: Layout, shard: ShardSizes, forward: Pass, backward: Pass
+    prices: Prices, layout: Layout, shard: ShardSizes, times: Sequence[BlockTimes]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(link, exposed) seconds of weights and gradients, on z and on data."""
     schedule, slowdown = prices.schedule, prices.cluster.slowdown
@@ -227,10 +258,18 @@ def _weights(
     link_z += sends * (blocks * t.scatter_s + t.outside_scatter_s)
     link_data = sends * (blocks * t.data_s + t.outside_data_s)
 
-    overlap_forward_s = _overlap_s(prices, layout, forward)
-    overlap_backward_s = _overlap_s(prices, layout, backward)
-    if layout.is_recomputed:
-        overlap_backward_s += overlap_forward_s
+    overlap_forward_s = _overlap_s(prices, layout, times[0].forward)
+    overlap_backward_s = (
+        sum(
+            t.blocks
+            * (
+                _overlap_s(prices, layout, t.backward)
+                + (_overlap_s(prices, layout, t.again) if t.again else 0.0)
+            )
+            for t in times
+        )
+        / blocks
+    )
 
     def shows(compute_s: float, communication_s: float) -> float:
         return together_s(compute_s, communication_s, slowdown) - compute_s if communication_s else 0.0

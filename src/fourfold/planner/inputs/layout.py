@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Activations = Literal["replicated", "sequence-parallel"]
+Checkpointing = Literal["none", "selective", "full"]
+KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 
 def undivided_axis(length: int, y: int, x: int) -> tuple[str, int] | None:
@@ -29,12 +31,15 @@ class Layout:
     y: int
     x: int
     micro_batches: int = 1
-    activation_checkpointing: Literal["none", "full"] = "none"
+    activation_checkpointing: Checkpointing = "none"
     keep_bytes: int = 0  # of gathered weights that are kept for backward instead of gathered twice
     weights: Literal["fsdp2", "streamed"] = "fsdp2"
     # Activations on the ranks of the second tensor axis: replicated, or sharded by tokens.
     activations: Activations = "replicated"
     keep_inputs: bool = True  # with sequence-parallel activations: gathered inputs are kept for backward instead of gathered twice
+    checkpointed_blocks: int | None = (
+        None  # from the first; the others have the next weaker kind of checkpointing
+    )
 
     @property
     def ranks(self) -> int:
@@ -48,9 +53,28 @@ class Layout:
     def by_tokens(self) -> bool:
         return self.activations == "sequence-parallel"
 
+    def checkpointing_of(self, blocks: int) -> list[tuple[Checkpointing, int]]:
+        """(kind, number of blocks), from the first block to the last.
+
+        Example:
+            >>> Layout(1, 8, 1, 1, activation_checkpointing="full", checkpointed_blocks=10).checkpointing_of(32)
+            [('full', 10), ('selective', 22)]
+        """
+        kind, count = self.activation_checkpointing, self.checkpointed_blocks
+        if count is None or count >= blocks or kind == "none":
+            return [(kind, blocks)]
+        weaker = (KINDS[KINDS.index(kind) - 1], blocks - count)
+        return [(kind, count), weaker] if count else [weaker]
+
     @property
-    def is_recomputed(self) -> bool:
-        return self.activation_checkpointing == "full"
+    def checkpointing_words(self) -> str:
+        """Empty if nothing is recomputed."""
+        words = {"none": "", "selective": "partly recomputed", "full": "recomputed"}
+        kind, count = self.activation_checkpointing, self.checkpointed_blocks
+        if count is None or kind == "none":
+            return words[kind]
+        rest = words[KINDS[KINDS.index(kind) - 1]]
+        return f"{count} blocks {words[kind]}" + (f", the others {rest}" if rest else "")
 
     @property
     def extras(self) -> str:
@@ -59,7 +83,7 @@ class Layout:
             f"{self.micro_batches} micro-batches": self.micro_batches > 1,
             "sequence-parallel": self.by_tokens,
             "re-gathered": self.by_tokens and not self.keep_inputs,
-            "recomputed": self.is_recomputed,
+            self.checkpointing_words: self.checkpointing_words != "",
             f"{self.keep_bytes / 2**30:.1f} GiB kept": self.keep_bytes > 0,
         }
         return ", ".join(words for words, is_set in settings.items() if is_set)
@@ -92,8 +116,12 @@ class Schedule:
     # Sequence parallelism: norms and residuals are not repeated on every x rank.
     cuts_tokens_over_x: bool = False
     optimizer_over_data: bool = False  # ZeRO-1: the optimizer's states are sharded over data as well
+    stops_early: bool = (
+        False  # a recomputed forward ends before its last linear, whose output backward does not need
+    )
+    fused_optimizer: bool = True  # AdamW in one pass over the parameters
     # One kernel for what is between matmuls, or one for each operator.
     elementwise: Literal["fused", "eager"] = "fused"
 
 
-FOURFOLD = Schedule(elementwise="eager")
+FOURFOLD = Schedule(elementwise="eager", stops_early=True)

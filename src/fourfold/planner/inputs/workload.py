@@ -12,7 +12,7 @@ from fourfold.untrusted_input import read_json
 _GATED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo", "olmo2", "olmo3", "phi3",
     "granite", "cohere", "cohere2", "stablelm", "smollm3", "glm", "glm4", "helium", "ernie4_5", "seed_oss",
-    "ministral", "exaone4", "arcee_gated", "hunyuan_v1_dense",
+    "ministral", "exaone4", "hunyuan_v1_dense",
 )  # fmt: skip
 _UNGATED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "starcoder2", "gpt_bigcode", "mpt",
             "persimmon", "nemotron", "arcee", "biogpt", "codegen", "falcon")  # fmt: skip
@@ -130,13 +130,16 @@ class Workload:
         head = 2.0 * self.table
         return 3.0 * tokens * (self.layers * self.block_forward_flops_per_token(length) + head)
 
-    def hardware_flops(self, tokens: float, length: int, *, recomputed: bool) -> float:
-        """The same with the forward of the blocks that recomputation does again: what HFU counts.
+    def hardware_flops(self, tokens: float, length: int, *, again: float) -> float:
+        """The same with the forwards that recomputation does again, of that many blocks: what HFU counts.
 
         Work that ranks along y repeat (attention's core) is in neither.
         """
-        again = tokens * self.layers * self.block_forward_flops_per_token(length) if recomputed else 0.0
-        return self.model_flops(tokens, length) + again
+        return self.model_flops(tokens, length) + tokens * again * self.block_forward_flops_per_token(length)
+
+    def share_before_last_product(self, length: int) -> float:
+        """Of a block's forward FLOPs: what precedes its last linear."""
+        return 1.0 - 2.0 * self.hidden * self.ffn / self.block_forward_flops_per_token(length)
 
 
 def from_config(config: dict[str, Any] | str | Path, name: str | None = None) -> Workload:

@@ -47,7 +47,11 @@ def build_model(
         grid,
         precision=engine.precision,
         activations=activations,
-        activation_checkpointing=engine.activation_checkpointing,
+        # A run has chosen before; a `Trainer` of one's own has not.
+        activation_checkpointing="none"
+        if engine.activation_checkpointing == "auto"
+        else engine.activation_checkpointing,
+        checkpointed_blocks=engine.checkpointed_blocks,
         weights=engine.weights,
         overlap=Overlap(keep_bytes=engine.keep_weights_bytes, keep_inputs=engine.keep_inputs),
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,

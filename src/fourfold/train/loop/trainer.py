@@ -66,13 +66,15 @@ class StepResult:
 class Callback:
     """Code that runs alongside the steps; override what is needed."""
 
-    def on_start(self, trainer: Trainer) -> None: ...
+    def on_start(self, trainer: Trainer) -> None:
+        """Called before the first step, when the model and a checkpoint are loaded."""
 
     def around_run(self, trainer: Trainer) -> AbstractContextManager[Any]:
         """Entered before the first `on_start`, left after the last `on_end` and on errors."""
         return nullcontext()
 
     def around_step(self, trainer: Trainer) -> AbstractContextManager[Any]:
+        """Entered before each step, left after it."""
         return nullcontext()
 
     def on_gradients(self, trainer: Trainer) -> None:
@@ -82,7 +84,8 @@ class Callback:
         """A flag, the same on all ranks: should this step leave the weights unchanged? None: no opinion."""
         return None
 
-    def on_step(self, trainer: Trainer, result: StepResult) -> None: ...
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        """Called after each step, with its loss, its gradient norm and its time."""
 
     def on_save(self, trainer: Trainer) -> None:
         """Called before a checkpoint is saved: put state that the run needs to resume into `TrainState.beside`.
@@ -93,7 +96,8 @@ class Callback:
     def on_rollback(self, trainer: Trainer) -> None:
         """Called after the run was set to another step, from a checkpoint or a copy of another replica's state."""
 
-    def on_end(self, trainer: Trainer) -> None: ...
+    def on_end(self, trainer: Trainer) -> None:
+        """Called after the last step of this start."""
 
 
 class Trainer:
