@@ -5,7 +5,8 @@ algorithm, computed here from the model's sizes alone, and have to be equal to t
 scalars of the loss and gradients of replicated parameters are small and listed apart. Each block makes two forward and
 two backward all-reduces of activations on each tensor axis that is larger than one. Weights are kept both ways, by
 FSDP2 and streamed, which differ in what they gather twice. Sequence-parallel activations send the same bytes, by a
-reduce-scatter and an all-gather for each all-reduce: the formulas of bytes are not changed for them.
+reduce-scatter and an all-gather for each all-reduce: the formulas of bytes are not changed for them. A step of two micro-batches
+sends everything twice but the gradients: over data once, over z once or, if they are added up in shards, twice.
 
     python -m benchmarks.traffic
     python -m benchmarks.traffic --activations sequence-parallel   # these alone
@@ -29,7 +30,7 @@ from fourfold.mesh.collectives import Entry
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.options import Activations
 from fourfold.parallel.parallelize import parallelize
-from fourfold.weights.api import Weights
+from fourfold.weights.api import Accumulation, Weights, no_sync
 from fourfold.weights.overlap import Overlap
 
 GRIDS = ((1, 1, 1, 8), (1, 1, 4, 2), (1, 2, 2, 2), (2, 2, 1, 2), (2, 2, 2, 1))
@@ -135,18 +136,38 @@ def expected(
 
 
 def count_rank(
-    kind: str, shape: tuple[int, int, int, int], weights: Weights, activations: Activations = "replicated"
+    kind: str,
+    shape: tuple[int, int, int, int],
+    weights: Weights,
+    activations: Activations = "replicated",
+    accumulation: Accumulation | None = None,
 ) -> tuple[list[Entry], list[Entry]]:
-    """The accounts of forward and backward on this rank, after a first step that settles the order of things."""
+    """The accounts of forward and backward on this rank, after a first step that settles the order of things.
+
+    With ``accumulation`` that of a step of two micro-batches, all in the first account.
+    """
     model = build(kind)
     grid = Grid.create(shape, timeout_s=60)
     # So small a bundle that only vectors are in it; outputs and batches in one piece, so that calls can be counted.
     overlap = Overlap(bundle_bytes=1024, forward_chunks=1, interleave=False)
-    parallelize(model, grid, weights=weights, overlap=overlap, activations=activations)
+    parallelize(
+        model,
+        grid,
+        weights=weights,
+        overlap=overlap,
+        activations=activations,
+        accumulation=accumulation or "whole",
+    )
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
     ids = ids[grid.local_rows(BATCH)]
     model(input_ids=ids, labels=ids).loss.backward()
+    if accumulation is not None:
+        with grid.collectives.counting() as step:
+            with no_sync(model):
+                model(input_ids=ids, labels=ids).loss.backward()
+            model(input_ids=ids, labels=ids).loss.backward()
+        return step, []
     with grid.collectives.counting() as forward:
         loss = model(input_ids=ids, labels=ids).loss
     with grid.collectives.counting() as backward:
@@ -161,6 +182,7 @@ def check(
     forward: list[Entry],
     backward: list[Entry],
     activations: Activations = "replicated",
+    accumulation: Accumulation | None = None,
 ) -> list[str]:
     """What is not as the formulas say; empty if all is."""
     wrong = []
@@ -171,11 +193,16 @@ def check(
             factor = Fraction((2 if entry.kind == "all_reduce" else 1) * (entry.ranks - 1), entry.ranks)
             measured[entry.axis, entry.purpose] += factor * entry.payload_bytes
     formula = expected(kind, shape, weights)
+    if accumulation is not None:
+        once = [("data", "gradient"), *([("z", "gradient")] if accumulation == "whole" else [])]
+        formula = {key: sent * (1 if key in once else 2) for key, sent in formula.items()}
     for key in sorted(set(measured) | set(formula)):
         if measured[key] != formula.get(key, 0):
             wrong.append(
                 f"{key}: sent {float(measured[key]):.0f} bytes, the formula says {float(formula.get(key, 0)):.0f}"
             )
+    if accumulation is not None:
+        return wrong
     # Two forward and two backward in each block; the head adds one on y and one on x, both forward, because it computes its
     # gradients with the loss, the embedding one on x forward. By tokens each of them is two, in a block or of the embedding one
     # of them in the other direction.
@@ -201,15 +228,21 @@ def main(arguments: list[str] | None = None) -> int:
     ways = [chosen] if chosen else list(get_args(Activations))
     equal = total = 0
     with RankPool(8) as pool:
-        every = itertools.product(("llama", "gpt2"), ("fsdp2", "streamed"), ways, GRIDS)
-        for kind, weights, activations, shape in every:
-            accounts = pool.run(count_rank, 8, kind, shape, weights, activations)
-            wrong = [w for account in accounts for w in check(kind, shape, weights, *account, activations)]
+        once = itertools.product(("llama", "gpt2"), ("fsdp2", "streamed"), ways, GRIDS, (None,))
+        added_up = itertools.product(
+            ("llama",), ("fsdp2", "streamed"), ways[-1:], GRIDS[2:], get_args(Accumulation)
+        )
+        for kind, weights, activations, shape, adds_up in [*once, *added_up]:
+            accounts = pool.run(count_rank, 8, kind, shape, weights, activations, adds_up)
+            wrong = [
+                w for account in accounts for w in check(kind, shape, weights, *account, activations, adds_up)
+            ]
             total += 1
             equal += not wrong
             verdict = "NOT as the formulas say" if wrong else "as the formulas say"
             print(
-                f"{kind} on (data, z, y, x) = {shape}, weights {weights}, activations {activations}: {verdict}"
+                f"{kind} on (data, z, y, x) = {shape}, weights {weights}, activations {activations}"
+                f"{f', two micro-batches, gradients {adds_up}' if adds_up else ''}: {verdict}"
             )
             for way, part in zip(("forward", "backward"), accounts[0], strict=True):
                 for entry in part:

@@ -276,3 +276,16 @@ def test_a_planted_option_in_a_page_is_found(tmp_path: Path) -> None:
     (block, *_) = blocks("docs/how-to/train.md", planted)
     with pytest.raises(pytest.fail.Exception, match="unrecognized arguments: --check"):
         run(commands(block)[1], block, tmp_path, pool_that_is_not_needed(), 0)
+
+
+def test_the_plan_in_the_readme_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    text = (ROOT / "README.md").read_text()
+    command = next(line for line in text.splitlines() if line.startswith("fourfold plan --size "))
+    shown = text.split(command, 1)[1].split("```text\n", 1)[1].split("```", 1)[0]
+    assert fourfold(shlex.split(command)[1:]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert len(shown.splitlines()) >= 4
+    assert [line for line in shown.splitlines() if line.rstrip() not in printed] == []

@@ -10,7 +10,7 @@ from fourfold.config.schema import RunConfig
 from fourfold.launch.world import world_of
 from fourfold.planner.inputs import cluster
 from fourfold.planner.search import RESERVE, memory_limit_bytes
-from fourfold.train.auto_layout import choose_checkpointing
+from fourfold.train.auto_layout import fit_into_memory
 from tests.documented import ROOT, check
 
 CONFIGS = sorted((ROOT / "examples").glob("*.toml"))
@@ -70,7 +70,7 @@ def test_a_rank_fits_on_an_h100(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     micro = run.batch.micro_batch_sequences or run.sequences // parts
     micro_batches = min(run.sequences // parts // micro, 2)
     device = cluster.load("dgx-h100").device
-    engine = choose_checkpointing(run, device.memory_gib * 2**30, "cuda").engine
+    engine = fit_into_memory(run, device.memory_gib * 2**30, "cuda").engine
     result = ff.dryrun(
         run.model.config,
         run.shape,
@@ -82,6 +82,7 @@ def test_a_rank_fits_on_an_h100(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         activation_checkpointing=engine.activation_checkpointing,
         checkpointed_blocks=engine.checkpointed_blocks,
         weights=engine.weights,
+        accumulation=engine.accumulation,
         overlap=ff.Overlap(keep_inputs=engine.keep_inputs, keep_bytes=engine.keep_weights_bytes),
     )
     limit = memory_limit_bytes(cluster.load("dgx-h100"), RESERVE)

@@ -125,14 +125,14 @@ def test_a_loaded_model_has_the_loss_of_the_stock_one(
 def loaded_values(shape: Shape, folder: Path, expected: dict[str, Tensor]) -> tuple[int, list[str]]:
     """The number of shards on this rank, and the names of those with wrong values."""
     section, grid = ModelSection(pretrained=folder), Grid.create(shape)
-    model, report = build_model(section, EngineSection(), grid, seed=0, length=16)
+    model, report = build_model(section, EngineSection().without_auto(), grid, seed=0, length=16)
     found = local_parameters(model)
     return len(found), [n for n, t in found.items() if not torch.equal(t, part(expected, report, grid, n))]
 
 
 def activations_for(shape: Shape, folder: Path, length: int) -> str:
     section, grid = ModelSection(pretrained=folder), Grid.create(shape)
-    return build_model(section, EngineSection(), grid, seed=0, length=length)[1].activations
+    return build_model(section, EngineSection().without_auto(), grid, seed=0, length=length)[1].activations
 
 
 def test_activations_are_replicated_if_tokens_do_not_divide(pool: RankPool, tmp_path: Path) -> None:

@@ -138,7 +138,9 @@ def gradient_traffic(entries: list[Any]) -> dict[tuple[str, str], tuple[int, int
 FEW_SHAPES = {"llama": {"intermediate_size": 32, "num_key_value_heads": 4}, "gpt2": {"n_inner": 32}}
 
 
-def accumulate(shape: Shape, kind: str, weights: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+def accumulate(
+    shape: Shape, kind: str, weights: Any, accumulation: Any
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
     micro_batches = [batch(8, seed=seed) for seed in (5, 6, 7)]
     micro_batches[1][1][:, :9] = -100  # the second counts far fewer labels than the others
     ids = torch.cat([i for i, _ in micro_batches])
@@ -146,7 +148,7 @@ def accumulate(shape: Shape, kind: str, weights: Any) -> tuple[dict[Any, Any], d
     expected_loss, expected = stock_step(build(kind, **FEW_SHAPES[kind]), ids, labels)
 
     model, grid = build(kind, **FEW_SHAPES[kind]), Grid.create(shape)
-    report = ff.parallelize(model, grid, weights=weights, overlap=OVERLAP)
+    report = ff.parallelize(model, grid, weights=weights, accumulation=accumulation, overlap=OVERLAP)
     items = int((labels[:, 1:] != -100).sum())
     rows = grid.local_rows(8)
 
@@ -185,10 +187,32 @@ def accumulate(shape: Shape, kind: str, weights: Any) -> tuple[dict[Any, Any], d
 def test_accumulated_gradients_match_one_batch_and_are_sent_once(
     pool: RankPool, kind: str, shape: Shape, weights: str
 ) -> None:
-    for once, accumulated in pool.run(accumulate, math.prod(shape), shape, kind, weights):
+    for once, accumulated in pool.run(accumulate, math.prod(shape), shape, kind, weights, "whole"):
         assert accumulated == once
         assert bool(once.get(("data", "all_reduce"))) == (shape[0] > 1)
         assert bool(once.get(("z", "reduce_scatter"))) == (shape[1] > 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "weights"),
+    [
+        ("llama", (2, 2, 1, 2), "streamed"),
+        ("llama", (2, 2, 1, 1), "fsdp2"),
+        ("gpt2", (1, 2, 2, 1), "streamed"),
+        pytest.param("gpt2", (2, 2, 1, 2), "fsdp2", marks=pytest.mark.nightly),
+        pytest.param("llama", (4, 1, 1, 1), "streamed", marks=pytest.mark.nightly),
+        pytest.param("llama", (2, 2, 1, 1), "streamed", marks=pytest.mark.nightly),
+    ],
+)
+def test_gradients_that_are_accumulated_in_shards_match_and_go_over_data_once(
+    pool: RankPool, kind: str, shape: Shape, weights: str
+) -> None:
+    for once, accumulated in pool.run(accumulate, math.prod(shape), shape, kind, weights, "sharded"):
+        over_z = ("z", "reduce_scatter")
+        calls, sent = once.pop(over_z, (0, 0))
+        assert accumulated.pop(over_z, (0, 0)) == (3 * calls, 3 * sent)  # of three micro-batches
+        assert bool(calls) == (shape[1] > 1)
+        assert accumulated == once
 
 
 # -- recomputation ------------------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ def test_the_best_is_that_of_trying_everything():
             if 32 % (data * z * micro_batches):
                 continue
             ways = [("replicated", True), ("sequence-parallel", True), ("sequence-parallel", False)]
-            for recompute, way in itertools.product(KINDS, ways if x * y > 1 else ways[:1]):
-                layout = Layout(data, z, y, x, micro_batches, recompute, 0, "fsdp2", *way)
+            adds_up = ("whole", "sharded") if micro_batches > 1 and z > 1 else ("whole",)
+            for recompute, way, sums in itertools.product(KINDS, ways if x * y > 1 else ways[:1], adds_up):
+                layout = Layout(data, z, y, x, micro_batches, recompute, 0, "fsdp2", *way, None, sums)
                 found = estimate(SMALL, layout, CLUSTER, 32, 1024)
                 if found.memory.total_bytes <= limit:
                     tried.append(found)

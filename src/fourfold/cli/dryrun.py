@@ -58,8 +58,8 @@ def add_to(commands: Any) -> None:
         "--memory",
         type=float,
         metavar="GIB",
-        help="memory of a device in GiB, by which activation checkpointing 'auto' is chosen (default: that of the run config's "
-        "cluster; without one nothing is recomputed)",
+        help="memory of a device in GiB, by which activation checkpointing and accumulation 'auto' are chosen (default: that of the run "
+        "config's cluster; without one nothing is recomputed, and gradients are whole)",
     )
     parser.add_argument("--rank", type=int, default=0, help="the rank to run (default: 0)")
     parser.add_argument("--roles", action="store_true", help="also show the role of each module")
@@ -103,8 +103,8 @@ def run(options: argparse.Namespace) -> int:
         rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1])
         values["micro_batches"] = max(1, rows // (config.batch.micro_batch_sequences or rows or 1))
     chosen = {name: values.get(name, getattr(engine, name)) for name in EngineSection.model_fields}
-    if chosen["activation_checkpointing"] == "auto":
-        chosen |= _checkpointing(config, where, values, engine.model_copy(update=chosen), options)
+    if "auto" in (chosen["activation_checkpointing"], chosen["accumulation"]):
+        chosen |= _that_fit(config, where, values, engine.model_copy(update=chosen), options)
     result = dryrun(
         find_model_config(where),
         values["grid"],
@@ -115,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
         activations=chosen["activations"],
         activation_checkpointing=chosen["activation_checkpointing"],
         checkpointed_blocks=chosen["checkpointed_blocks"],
+        accumulation=chosen["accumulation"],
         attention=chosen["attention"],
         weights=chosen["weights"],
         overlap=Overlap(keep_inputs=chosen["keep_inputs"], keep_bytes=chosen["keep_weights_bytes"]),
@@ -166,23 +167,23 @@ def _with_layout(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     return choose_layout(config, options.gpus, simulate=0, quiet=True)
 
 
-def _checkpointing(
+def _that_fit(
     config: RunConfig | None,
     model: Any,
     values: dict[str, Any],
     engine: EngineSection,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """What a run would recompute on devices of that memory."""
+    """What a run on devices of that memory would choose."""
     from fourfold.planner.inputs import cluster as clusters
-    from fourfold.train.auto_layout import checkpointing_that_fits
+    from fourfold.train.auto_layout import fields_that_fit
     from fourfold.untrusted_input import find_model_config
 
     gib = options.memory
     if gib is None and config is not None and config.grid.cluster is not None:
         gib = clusters.load(config.grid.cluster).device.memory_gib
     rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1] * values["micro_batches"])
-    return checkpointing_that_fits(
+    return fields_that_fit(
         find_model_config(model),
         values["grid"],
         engine,

@@ -199,8 +199,9 @@ class _Asked:
             own["keep_inputs"] = (options.keep_inputs,)
         wanted = {"precision": None, **found, **own, "sequences": sequences, "length": length}
         fixed = [n for n in CHOSEN_ALONG if run is not None and n in run.engine.model_fields_set]
-        if run is not None and run.engine.activation_checkpointing != "auto":
-            fixed.append("activation_checkpointing")
+        if run is not None:
+            open_ = ("activation_checkpointing", "accumulation")
+            fixed += [n for n in open_ if getattr(run.engine, n) != "auto"]
         words = ", ".join(f"engine.{n} = {getattr(run.engine, n)}" for n in fixed) if run else ""
         return _Asked(model, name, cluster, gpus, wanted, words)
 

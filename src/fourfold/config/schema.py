@@ -199,6 +199,13 @@ class EngineSection(Section):
     """The backend that gathers weights over z; auto: fsdp2 on GPUs, streamed on CPUs."""
     keep_weights_bytes: Annotated[int, Field(ge=0)] = 0
     """With streamed weights: bytes of gathered weights kept for backward instead of re-gathering them."""
+    accumulation: Literal["auto", "whole", "sharded"] = "auto"
+    """Gradients of several micro-batches: added up whole on each z rank and reduced once, or reduced over z in each micro-batch, which needs less memory; auto: whole if it fits."""
+
+    def without_auto(self) -> EngineSection:
+        """Nothing is recomputed, and gradients are added up whole, where the fields leave it to the memory of a device."""
+        chosen = {"activation_checkpointing": "none", "accumulation": "whole"}
+        return self.model_copy(update={n: v for n, v in chosen.items() if getattr(self, n) == "auto"})
 
     @model_validator(mode="after")
     def options_have_an_effect(self) -> EngineSection:

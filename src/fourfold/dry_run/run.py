@@ -49,7 +49,7 @@ from fourfold.parallel.options import (
 )
 from fourfold.parallel.parallelize import arrange
 from fourfold.parallel.report import Report
-from fourfold.weights.api import Precision, Weights, backend_of, evaluating, no_sync
+from fourfold.weights.api import Accumulation, Precision, Weights, backend_of, evaluating, no_sync
 from fourfold.weights.fsdp2 import Fsdp2Weights
 from fourfold.weights.overlap import Overlap
 
@@ -101,6 +101,7 @@ def dryrun(
     activation_checkpointing: ActivationCheckpointing = "none",
     checkpointed_blocks: int | None = None,
     weights: Weights = "auto",
+    accumulation: Accumulation = "whole",
     overlap: Overlap | None = None,
     attention: Attention = "varlen",
     optimizer: Literal["adamw", "muon"] = "adamw",
@@ -134,6 +135,7 @@ def dryrun(
         activation_checkpointing,
         checkpointed_blocks,
         weights,
+        accumulation,
         overlap or Overlap(),
     )
     with fake_grid(shape, rank=rank, target=target) as grid:

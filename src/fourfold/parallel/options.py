@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fourfold.weights.api import Precision, Weights, backend_of
+from fourfold.weights.api import Accumulation, Precision, Weights, backend_of
 from fourfold.weights.overlap import Overlap
 
 # How activations are sharded; and what can be asked for: "auto" shards them by tokens too, where the model's code allows it.
@@ -31,6 +31,7 @@ class Options:
     # How many blocks, from the first one, have it; the others have the next weaker kind. None: all.
     checkpointed_blocks: int | None = None
     weights: Weights = "auto"
+    accumulation: Accumulation = "whole"
     overlap: Overlap = field(default_factory=Overlap)
     chunked_loss: bool = True
 
@@ -55,6 +56,7 @@ class Options:
             ("activations", ActivationsWanted),
             ("activation_checkpointing", ActivationCheckpointing),
             ("weights", Weights),
+            ("accumulation", Accumulation),
         ):
             given, known = getattr(self, name), get_args(values)
             if given not in known:

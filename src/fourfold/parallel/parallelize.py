@@ -28,7 +28,7 @@ from fourfold.parallel.replace_modules import ModuleReplacement
 from fourfold.parallel.report import Decisions, Report, compose_report
 from fourfold.parallel.sequence_roles import choose_activations
 from fourfold.parallel.wrap import Inside, disable_caches, wrap_block, wrap_model
-from fourfold.weights.api import Precision, Weights
+from fourfold.weights.api import Accumulation, Precision, Weights
 from fourfold.weights.load import init_shards, load_shards
 from fourfold.weights.overlap import Overlap
 from fourfold.weights.shard import choose_weights, shard_weights
@@ -44,6 +44,7 @@ def parallelize(
     activation_checkpointing: ActivationCheckpointing = "none",
     checkpointed_blocks: int | None = None,
     weights: Weights = "auto",
+    accumulation: Accumulation = "whole",
     overlap: Overlap | None = None,
     chunked_loss: bool = True,
     checkpoint: str | Path | None = None,
@@ -64,6 +65,8 @@ def parallelize(
             of attention.
         checkpointed_blocks: how many blocks, from the first, have it; the others have the next weaker kind. None: all.
         weights: how they are stored over z and data: by ``fsdp2``, or ``streamed`` by Fourfold's own schedule.
+        accumulation: of the gradients of several micro-batches (`no_sync`): ``whole`` on each rank, reduced once, or ``sharded``, reduced
+            over z in each micro-batch, which needs less memory.
         overlap: which communication overlaps with computation.
         chunked_loss: compute the loss of ``labels`` by chunks of tokens, with only a chunk of the logits in memory.
         checkpoint: a folder of safetensors.
@@ -88,6 +91,7 @@ def parallelize(
         activation_checkpointing,
         checkpointed_blocks,
         weights,
+        accumulation,
         overlap or Overlap(),
         chunked_loss,
     )
@@ -172,6 +176,7 @@ def arrange(
         embedding=replaced.embedding,
         head=replaced.head,
         keeps_head=head_loss is None,
+        accumulation=options.accumulation,
     )
     decisions = Decisions(
         weights, why_weights, "sequence-parallel" if tokens else "replicated", why_activations, why_unsplit

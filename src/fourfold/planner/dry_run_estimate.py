@@ -113,6 +113,7 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         activation_checkpointing=layout.activation_checkpointing,
         checkpointed_blocks=layout.checkpointed_blocks,
         weights=layout.weights,
+        accumulation=layout.accumulation,
         overlap=Overlap(keep_bytes=layout.keep_bytes, keep_inputs=layout.keep_inputs),
         target=job.target,
         optimizer=job.optimizer,

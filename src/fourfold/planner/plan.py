@@ -23,7 +23,7 @@ from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.dry_run_estimate import Job, describe, schedule_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import KINDS, Activations, Checkpointing, Layout
+from fourfold.planner.inputs.layout import KINDS, Accumulation, Activations, Checkpointing, Layout
 from fourfold.planner.search import RESERVE, Plan, Rejected, memory_limit_bytes, search, too_large
 from fourfold.planner.workers import for_all, simulate_layout
 
@@ -43,6 +43,7 @@ def plan(
     checkpointed_blocks: int | None = None,
     activations: Activations | None = None,
     keep_inputs: tuple[bool, ...] = (True, False),
+    accumulation: tuple[Accumulation, ...] = ("whole", "sharded"),
     reserve: float = RESERVE,
     roles: Mapping[str, str] | None = None,
     dry_runs: int = 100,
@@ -92,6 +93,7 @@ def plan(
             checkpointed_blocks=checkpointed_blocks,
             activations=(activations,) if activations else ("replicated", "sequence-parallel"),
             keep_inputs=keep_inputs,
+            accumulation=accumulation,
             reserve=reserve,
         )
         layouts = [e.layout for e in _worth_simulating(found, simulate)]

@@ -12,7 +12,14 @@ from fourfold.mesh.axes import divisors, factorisations
 from fourfold.planner.cost.memory import WORK_BYTES, Memory
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import KINDS, Activations, Checkpointing, Layout, undivided_axis
+from fourfold.planner.inputs.layout import (
+    KINDS,
+    Accumulation,
+    Activations,
+    Checkpointing,
+    Layout,
+    undivided_axis,
+)
 from fourfold.planner.inputs.workload import Workload
 
 # The part of a device's memory for its context, the library's buffers and what an allocator cannot use.
@@ -103,13 +110,14 @@ def search(
     checkpointed_blocks: int | None = None,
     activations: tuple[Activations, ...] = ("replicated", "sequence-parallel"),
     keep_inputs: tuple[bool, ...] = (True, False),
+    accumulation: tuple[Accumulation, ...] = ("whole", "sharded"),
     reserve: float = RESERVE,
 ) -> Plan:
     """All layouts, the fastest first.
 
     ``reserve`` is the part of the memory that is left free. Of the kinds of ``checkpointing`` each layout has as little as fits. Streamed weights are tried with none, half and all of them kept.
     Sequence-parallel ``activations`` are tried where there are tensor ranks, with gathered inputs that are kept and that are
-    gathered again (``keep_inputs``). Grids with more than `_MOST_TENSOR_RANKS` on y and x together are skipped.
+    gathered again (``keep_inputs``). Gradients of several micro-batches are added up whole, and in shards. Grids with more than `_MOST_TENSOR_RANKS` on y and x together are skipped.
     """
     workload, cluster, length = prices.workload, prices.cluster, prices.length
     limit_bytes = memory_limit_bytes(cluster, reserve)
@@ -139,7 +147,8 @@ def search(
                 axis, axis_ranks = undivided
                 reason = f"{axis}={axis_ranks} does not divide the {length} tokens of a sequence, so they cannot be sharded"
                 rejected.append(Rejected(layout, reason))
-            for (kind, keeps_inputs), keep_bytes in product(ways, keeps):
+            ways_to_add_up = accumulation if micro_batches > 1 and z > 1 else accumulation[:1]
+            for (kind, keeps_inputs), keep_bytes, adds_up in product(ways, keeps, ways_to_add_up):
                 layout = Layout(
                     data,
                     z,
@@ -152,6 +161,7 @@ def search(
                     kind,
                     keeps_inputs,
                     checkpointed_blocks,
+                    adds_up,
                 )
                 layout, peak = least_recomputed(
                     layout, checkpointing, workload.layers, partial(prices.memory, tokens=tokens), limit_bytes

@@ -65,7 +65,7 @@ def measure_step(grid: Grid) -> Iterator[StepReport]:
 
 
 def describe_layout(
-    model: nn.Module, grid: Grid, micro_batches: int, activation_checkpointing: str, keep_bytes: int
+    model: nn.Module, grid: Grid, *, micro_batches: int, keep_bytes: int, **other_fields: Any
 ) -> dict[str, Any]:
     """The layout of a model in the fields of the planner's `Layout`; ``keep_bytes`` applies to streamed weights only."""
     backend = backend_of(model)
@@ -76,11 +76,11 @@ def describe_layout(
     return {
         **{axis: grid.size(axis) for axis in AXES},
         "micro_batches": micro_batches,
-        "activation_checkpointing": activation_checkpointing,
         "keep_bytes": keep_bytes if streamed else 0,
         "weights": "streamed" if streamed else "fsdp2",
         "activations": "replicated" if sharded is None else "sequence-parallel",
         "keep_inputs": sharded is None or sharded.group.overlap.keep_inputs,
+        **other_fields,
     }
 
 
@@ -94,6 +94,8 @@ def save_run(
     length: int,
     micro_batches: int = 1,
     activation_checkpointing: str = "none",
+    checkpointed_blocks: int | None = None,
+    accumulation: str = "whole",
     keep_bytes: int = 0,
     precision: str = "bf16",
 ) -> None:
@@ -116,7 +118,15 @@ def save_run(
         )
     run: dict[str, Any] = {
         "model": config.to_dict(),
-        "layout": describe_layout(model, grid, micro_batches, activation_checkpointing, keep_bytes),
+        "layout": describe_layout(
+            model,
+            grid,
+            micro_batches=micro_batches,
+            keep_bytes=keep_bytes,
+            activation_checkpointing=activation_checkpointing,
+            checkpointed_blocks=checkpointed_blocks,
+            accumulation=accumulation,
+        ),
         "sequences": sequences,
         "length": length,
         "precision": precision,

@@ -9,6 +9,7 @@ ranks keeps the layout of the newest checkpoint, without waiting for the planner
 
 from __future__ import annotations
 
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from fourfold.config.run_file import from_dict
 from fourfold.config.schema import CHOSEN_ALONG, EngineSection, RunConfig, UndividedEvaluation
 from fourfold.mesh.axes import divisors
 from fourfold.planner.cost.memory import Memory, memory
-from fourfold.planner.inputs.layout import KINDS, Layout, undivided_axis
+from fourfold.planner.inputs.layout import KINDS, Accumulation, Checkpointing, Layout, undivided_axis
 from fourfold.planner.search import RESERVE, least_recomputed
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ _INPUTS = attrgetter(
 )
 
 
-_CHECKPOINTING = attrgetter("activation_checkpointing", "checkpointed_blocks")
+# Fields that are chosen by the memory of a device.
+_BY_MEMORY = ("activation_checkpointing", "checkpointed_blocks", "accumulation")
 
 
 def resume_or_choose_layout(
@@ -76,12 +78,15 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
     given = CHOSEN_ALONG & run.engine.model_fields_set
     # With one tensor rank activations are not sharded, whatever was configured.
     is_sharded = before.grid.x * before.grid.y > 1
-    recompute = _CHECKPOINTING(run.engine)
     is_same = (
         before.grid.size == ranks
         and _INPUTS(before) == _INPUTS(run)
         and run.engine.weights in ("auto", before.engine.weights)
-        and (recompute[0] == "auto" or recompute == _CHECKPOINTING(before.engine))
+        and run.engine.accumulation in ("auto", before.engine.accumulation)
+        and (
+            run.engine.activation_checkpointing == "auto"
+            or all(getattr(run.engine, name) == getattr(before.engine, name) for name in _BY_MEMORY[:2])
+        )
         and (not is_sharded or run.engine.activations in ("auto", before.engine.activations))
         and run.batch.micro_batch_sequences in (None, before.batch.micro_batch_sequences)
         and all(
@@ -92,7 +97,7 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
     )
     if not is_same:
         return None
-    names = (*CHOSEN_ALONG, "weights", "activations", "activation_checkpointing", "checkpointed_blocks")
+    names = (*CHOSEN_ALONG, *_BY_MEMORY, "weights", "activations")
     chosen = {name: getattr(before.engine, name) for name in names}
     rows = before.batch.micro_batch_sequences
     found = _with_sections(run, batch={"micro_batch_sequences": rows}, engine=chosen)
@@ -150,18 +155,23 @@ def all_on_z(run: RunConfig, ranks: int) -> RunConfig:
     )
 
 
-def choose_checkpointing(run: RunConfig, device_bytes: float | None, target: str) -> RunConfig:
-    """The run, which has a grid, with as little recomputation as fits into a device, if its config leaves that open.
+def is_open(run: RunConfig) -> bool:
+    """Does the run config leave something to the memory of the devices?"""
+    return "auto" in (run.engine.activation_checkpointing, run.engine.accumulation)
 
-    Nothing is recomputed if the memory of the device, or of the model, is not known.
+
+def fit_into_memory(run: RunConfig, device_bytes: float | None, target: str) -> RunConfig:
+    """The run, which has a grid, with as little recomputation as fits into a device, and with gradients whole if they fit.
+
+    Nothing is recomputed if the memory of the device, or of the model, is not known. What the run config sets stays.
     """
-    if run.engine.activation_checkpointing != "auto":
+    if not is_open(run):
         return run
     from fourfold.train.loop.model import model_config
 
     rows = run.sequences // (run.shape[0] * run.shape[1])
     micro_batches = -(-rows // (run.batch.micro_batch_sequences or rows))
-    chosen = checkpointing_that_fits(
+    chosen = fields_that_fit(
         model_config(run.model) if device_bytes else None,
         run.shape,
         run.engine,
@@ -173,7 +183,7 @@ def choose_checkpointing(run: RunConfig, device_bytes: float | None, target: str
     return _with_sections(run, engine=chosen)
 
 
-def checkpointing_that_fits(
+def fields_that_fit(
     model: Any,
     shape: tuple[int, int, int, int],
     engine: EngineSection,
@@ -182,7 +192,7 @@ def checkpointing_that_fits(
     device_bytes: float | None,
     target: str,
 ) -> dict[str, Any]:
-    """The fields of [engine] that say what is recomputed on a grid.
+    """The fields of [engine] that say what is recomputed on a grid, and how gradients are added up.
 
     ``model`` is a configuration, ``batch`` the (sequences, length) of a rank's micro-batch and the number of them. What the
     engine leaves open is as a run on ``target`` devices chooses it.
@@ -190,8 +200,12 @@ def checkpointing_that_fits(
     from fourfold.planner.dry_run_estimate import describe
 
     _, workload = describe(model) if device_bytes else (None, None)
+    kinds: tuple[Checkpointing, ...] = KINDS
+    if engine.activation_checkpointing != "auto":
+        kinds = (engine.activation_checkpointing,)
     if workload is None or device_bytes is None:
-        return {"activation_checkpointing": "none", "checkpointed_blocks": None}
+        settled = engine.without_auto()
+        return {name: getattr(settled, name) for name in _BY_MEMORY}
     *_, y, x = shape
     rows, length, micro_batches = batch
     is_cut = x * y > 1 and engine.activations != "replicated" and undivided_axis(length, y, x) is None
@@ -202,17 +216,29 @@ def checkpointing_that_fits(
         weights=engine.weights if engine.weights != "auto" else "fsdp2" if target == "cuda" else "streamed",
         activations="sequence-parallel" if is_cut else "replicated",
         keep_inputs=engine.keep_inputs,
+        checkpointed_blocks=engine.checkpointed_blocks,
     )
     work_bytes = 2 if engine.precision == "bf16" else 4
 
     def memory_of(tried: Layout) -> Memory:
         return memory(workload, tried, rows * length, None, work_bytes, optimizer)
 
-    found, _ = least_recomputed(layout, KINDS, workload.layers, memory_of, device_bytes * (1 - RESERVE))
-    return {
-        "activation_checkpointing": found.activation_checkpointing,
-        "checkpointed_blocks": found.checkpointed_blocks,
-    }
+    ways: list[Accumulation] = (
+        ["whole", "sharded"] if engine.accumulation == "auto" else [engine.accumulation]
+    )
+    limit_bytes = device_bytes * (1 - RESERVE)
+    tried = [
+        least_recomputed(replace(layout, accumulation=way), kinds, workload.layers, memory_of, limit_bytes)
+        for way in ways
+    ]
+
+    def cost(one: tuple[Layout, Memory]) -> tuple[bool, list[int]]:
+        found, peak = one
+        counts = dict(found.checkpointing_of(workload.layers))
+        return peak.total_bytes > limit_bytes, [counts.get(kind, 0) for kind in reversed(KINDS)]
+
+    best, _ = min(tried, key=cost)  # the first of those that recompute as little
+    return {name: getattr(best, name) for name in _BY_MEMORY}
 
 
 def plan_options(run: RunConfig) -> dict[str, Any]:
@@ -232,6 +258,7 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
             if engine.activation_checkpointing != "auto"
             else {}
         ),
+        **({"accumulation": (engine.accumulation,)} if engine.accumulation != "auto" else {}),
         "activations": engine.activations if engine.activations != "auto" else None,
         "keep_inputs": (engine.keep_inputs,) if _sets(run, "keep_inputs") else (True, False),
     }
@@ -282,6 +309,7 @@ def layout_fields(run: RunConfig, layout: Layout) -> dict[str, dict[str, Any]]:
             "keep_inputs": layout.keep_inputs,
             "activation_checkpointing": layout.activation_checkpointing,
             "checkpointed_blocks": layout.checkpointed_blocks,
+            "accumulation": layout.accumulation,
             "weights": layout.weights,
             "keep_weights_bytes": kept_bytes if _sets(run, "keep_weights_bytes") else layout.keep_bytes,
         },

@@ -17,7 +17,7 @@ from fourfold.config.schema import RunConfig
 from fourfold.mesh.agreements import broadcast_object
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.rendezvous import join_world, keep_ranks
-from fourfold.train.auto_layout import choose_checkpointing, resume_or_choose_layout
+from fourfold.train.auto_layout import fit_into_memory, is_open, resume_or_choose_layout
 from fourfold.train.callbacks import callbacks_of
 from fourfold.train.loop.trainer import Callback, Trainer
 from fourfold.train.recovery.stop import StopRequest, handling
@@ -82,7 +82,7 @@ def with_replica_logs(run: RunConfig) -> RunConfig:
 
 def resolve_layout(run: RunConfig) -> RunConfig:
     """The run with its layout; what the run config leaves open rank 0 chooses for all ranks."""
-    if not run.grid.auto and run.engine.activation_checkpointing != "auto":
+    if not run.grid.auto and not is_open(run):
         return run
     chosen: RunConfig | str = ""
     if dist.get_rank() == 0:
@@ -90,7 +90,7 @@ def resolve_layout(run: RunConfig) -> RunConfig:
             chosen = resume_or_choose_layout(run, dist.get_world_size()) if run.grid.auto else run
             target = "cuda" if torch.cuda.is_available() else "cpu"
             device_bytes = torch.cuda.get_device_properties(0).total_memory if target == "cuda" else None
-            chosen = choose_checkpointing(chosen, device_bytes, target)
+            chosen = fit_into_memory(chosen, device_bytes, target)
         except Exception as error:  # whatever it is, the others wait for an answer
             chosen = str(error) if isinstance(error, ValueError | OSError) else repr(error)
     chosen = broadcast_object(chosen)

@@ -18,6 +18,8 @@ from fourfold.mesh.axes import Axis
 
 Precision = Literal["fp32", "bf16"]
 Weights = Literal["auto", "fsdp2", "streamed"]
+# The gradients of several micro-batches: added up whole on each z rank and reduced once, or reduced over z in each of them.
+Accumulation = Literal["whole", "sharded"]
 
 _ATTRIBUTE = "_weight_backend"
 
@@ -36,7 +38,7 @@ class WeightBackend(Protocol):
         """
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate gradients and send none of them."""
+        """Backward passes inside accumulate gradients; they send none of them, or reduce them over z alone."""
 
     def reshard(self) -> None:
         """Free what a forward left gathered."""
@@ -62,10 +64,11 @@ def backend_of(model: nn.Module) -> WeightBackend | None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside add to the gradients and send none of them over z and data.
+    """Backward passes inside add to the gradients, which are not complete until one outside has run.
 
-    Run all micro-batches but the last inside, the last one outside: it sends the sum of all. What was accumulated
-    inside is not in ``.grad`` yet, so `zero_grad` does not drop it.
+    Run all micro-batches but the last inside, the last one outside: it sends the sum of all over z and data. With
+    ``accumulation="sharded"`` each pass reduces its gradients over z, and the last one the sum over data. What was accumulated inside
+    may not be in ``.grad`` yet, so that `zero_grad` does not drop it.
 
     Example:
         >>> with no_sync(model):

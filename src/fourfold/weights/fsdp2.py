@@ -26,7 +26,7 @@ from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_backward
-from fourfold.weights.api import Precision, set_backend
+from fourfold.weights.api import Accumulation, Precision, set_backend
 
 
 class Fsdp2Weights:
@@ -43,10 +43,15 @@ class Fsdp2Weights:
         embedding: nn.Module | None,
         head: nn.Module | None,
         keeps_head: bool,
+        accumulation: Accumulation,
     ) -> None:
         """``embedding`` and ``head``, where they are not tied, are groups of their own."""
         self._collectives = grid.collectives
         self._model = cast(FSDPModule, model)
+        self._accumulation = accumulation
+        self._is_last = True  # of the micro-batches
+        # By group: the shards of gradients of earlier micro-batches, which are not reduced over data yet.
+        self._accumulated: dict[FSDPModule, Tensor] = {}
         _check_tied(model, [*blocks, *(m for m in (embedding, head) if m is not None)])
         policy = MixedPrecisionPolicy()
         if precision == "bf16":
@@ -80,10 +85,13 @@ class Fsdp2Weights:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        self._model.set_requires_gradient_sync(False)
+        self._is_last = False
+        # Otherwise FSDP2 adds each micro-batch's shards to ``.grad``.
+        self._model.set_requires_gradient_sync(self._accumulation == "sharded")
         try:
             yield
         finally:
+            self._is_last = True
             self._model.set_requires_gradient_sync(True)
 
     def reshard(self) -> None:
@@ -105,9 +113,19 @@ class Fsdp2Weights:
         module.set_custom_all_gather(_ObservedAllGather(self._collectives))
         module.set_custom_reduce_scatter(_ObservedReduceScatter(self._collectives))
         if self._collectives.size("data") > 1:
-            module.set_all_reduce_hook(self._reduce_over_data)
+            module.set_all_reduce_hook(functools.partial(self._reduce_over_data, module))
 
-    def _reduce_over_data(self, gradient: Tensor) -> None:
+    def _reduce_over_data(self, module: FSDPModule, gradient: Tensor) -> None:
+        """``gradient`` is this rank's part of those of a group, which FSDP2 then adds to ``.grad``."""
+        if not self._is_last:
+            if module in self._accumulated:
+                self._accumulated[module] += gradient
+            else:
+                self._accumulated[module] = gradient.clone()
+            gradient.zero_()
+            return
+        if (earlier := self._accumulated.pop(module, None)) is not None:
+            gradient += earlier
         if not gradient.is_cuda:
             self._collectives.all_reduce(gradient, "data", "gradient").wait()
             return

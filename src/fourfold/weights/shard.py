@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fourfold.mesh.grid import Grid
-from fourfold.weights.api import Precision, Weights
+from fourfold.weights.api import Accumulation, Precision, Weights
 from fourfold.weights.fsdp2 import Fsdp2Weights
 from fourfold.weights.overlap import Overlap
 from fourfold.weights.streamed import StreamedWeights
@@ -37,6 +37,7 @@ def shard_weights(
     embedding: nn.Module | None = None,
     head: nn.Module | None = None,
     keeps_head: bool = True,
+    accumulation: Accumulation = "whole",
 ) -> None:
     """Shard every parameter over z.
 
@@ -46,6 +47,6 @@ def shard_weights(
     """
     if weights == "streamed":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        StreamedWeights(model, grid, blocks, dtype, overlap, half_batches)
+        StreamedWeights(model, grid, blocks, dtype, overlap, half_batches, accumulation)
     else:
-        Fsdp2Weights(model, grid, blocks, precision, embedding, head, keeps_head)
+        Fsdp2Weights(model, grid, blocks, precision, embedding, head, keeps_head, accumulation)

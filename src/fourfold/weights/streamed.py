@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
-from fourfold.weights.api import set_backend
+from fourfold.weights.api import Accumulation, set_backend
 from fourfold.weights.overlap import Overlap
 from fourfold.weights.streamed_weight import StreamedWeight, largest_block_bytes, shard_parameters
 
@@ -49,6 +49,7 @@ class StreamedWeights:
         dtype: torch.dtype,
         overlap: Overlap,
         half_batches: Callable[[], int],
+        accumulation: Accumulation = "whole",
     ) -> None:
         self._grid, self._collectives = grid, grid.collectives
         self._overlap, self._half_batches = overlap, half_batches
@@ -70,7 +71,8 @@ class StreamedWeights:
         # Modules whose forward is running.
         self._entered: Counter[nn.Module] = Counter()
         # Gradients in flight: summed over x and y, then reduce-scattered over z, then all-reduced over data.
-        self._sends_gradients = True
+        self._is_last = True  # of the micro-batches
+        self._accumulation = accumulation
         self._summing: deque[_Gradient] = deque()
         self._scattering: deque[_Gradient] = deque()
         self._reducing: list[_Gradient] = []
@@ -272,7 +274,7 @@ class StreamedWeights:
     def _take_gradient(self, weight: StreamedWeight) -> None:
         """Start to reduce the gradient of a weight, which is complete."""
         self._enter_backward()
-        gradient = weight.pop_gradient(keep=not self._sends_gradients)
+        gradient = weight.pop_gradient(keep=not self._is_last and self._accumulation == "whole")
         if not weight.is_small and not weight.is_alias:
             weight.release()
         if gradient is None:
@@ -348,7 +350,11 @@ class StreamedWeights:
             self._start_data(item)
 
     def _start_data(self, item: _Gradient) -> None:
-        item.pending = self._collectives.all_reduce(item.tensor, "data", "gradient", module=item.weight.name)
+        if self._is_last:
+            for weight, part in item.parts():
+                if (earlier := weight.pop_held()) is not None:
+                    part.view(-1).add_(earlier.view(-1))
+            item.pending = self._collectives.all_reduce(item.tensor, "data", "gradient", module=item.name)
         self._reducing.append(item)
 
     def _after_backward(self) -> None:
@@ -356,14 +362,21 @@ class StreamedWeights:
         small = [item for item in self._reducing if item.weight.is_small]
         self._reducing = [item for item in self._reducing if not item.weight.is_small]
         if small:
-            self._reducing.append(self._scatter_small(small))
+            self._start_data(self._scatter_small(small))
         self._reduce_over_data()
         self._reducing += self._scattering
         for item in self._reducing:
             item.pending.wait()
             self._complete += item.parts()
         for weight, shard_gradient in self._complete:
-            weight.set_gradient(shard_gradient)
+            if self._is_last or self._grid.data == 1:
+                weight.set_gradient(shard_gradient)
+            else:
+                weight.hold(shard_gradient)
+        for weight in self._weights if self._is_last else ():
+            if (earlier := weight.pop_held()) is not None:  # the last micro-batch did not use it
+                self._collectives.all_reduce(earlier, "data", "gradient", module=weight.name).wait()
+                weight.set_gradient(earlier)
         if self._this_forward_length:
             self._order, self._forward_length = self._this_order, self._this_forward_length
         self._reset()
@@ -380,18 +393,17 @@ class StreamedWeights:
         by_rank = torch.cat([i.weight.pad_rows(i.tensor).reshape(z, -1) for i in items], dim=1)
         shards = by_rank.new_empty(by_rank.shape[1])
         self._collectives.reduce_scatter(shards, by_rank, "z", "gradient", module=name).wait()
-        pending = self._collectives.all_reduce(shards, "data", "gradient", module=name)
-        return _Gradient(items[0].weight, shards, pending, [i.weight for i in items])
+        return _Gradient(items[0].weight, shards, [i.weight for i in items])
 
     # -- start and end -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        before, self._sends_gradients = self._sends_gradients, False
+        before, self._is_last = self._is_last, False
         try:
             yield
         finally:
-            self._sends_gradients = before
+            self._is_last = before
 
     def reshard(self) -> None:
         """Nothing to do: a forward without gradients releases what it gathered."""
@@ -425,13 +437,16 @@ class _Gradient:
         self,
         weight: StreamedWeight,
         tensor: Tensor,
-        pending: Pending | None = None,
         bundle: list[StreamedWeight] | None = None,
     ) -> None:
         self.weight, self.tensor = weight, tensor
-        self.pending = pending or Pending()
+        self.pending = Pending()
         self.in_flight_bytes = 0
         self._bundle = bundle
+
+    @property
+    def name(self) -> str:
+        return self.weight.name if self._bundle is None else "small weights"
 
     def parts(self) -> list[tuple[StreamedWeight, Tensor]]:
         if self._bundle is None:

@@ -61,6 +61,7 @@ class StreamedWeight:
         self._hooked = False
         self._gathered = False
         self._accumulated: Tensor | None = None
+        self._held: Tensor | None = None
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -164,6 +165,14 @@ class StreamedWeight:
                 gradient = self._accumulated.add_(gradient)
         self._accumulated = gradient if keep else None
         return None if keep else gradient
+
+    def hold(self, shard_gradient: Tensor) -> None:
+        """Keep this rank's part of the gradient of a micro-batch, until that of the last one is reduced over data."""
+        self._held = shard_gradient if self._held is None else self._held.add_(shard_gradient)
+
+    def pop_held(self) -> Tensor | None:
+        held, self._held = self._held, None
+        return held
 
     def set_gradient(self, shard_gradient: Tensor) -> None:
         parameter = cast(DTensor, self.parameter)

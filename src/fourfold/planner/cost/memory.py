@@ -271,6 +271,9 @@ def _moments(
     # The loss. Gradients that are added up over micro-batches are whole over z until they are sent.
     columns = -(-w.vocabulary // layout.x)
     added_up = GRADIENT_BYTES * whole if accumulates else 0.0
+    if layout.accumulates_shards:
+        # With replicas FSDP2 has ``.grad`` in addition, and streamed weights the shards of the micro-batch.
+        added_up = GRADIENT_BYTES * stored * (2 if layout.data > 1 and not is_streamed else 1)
     saved = sum(works[kind].each * blocks for kind, blocks in kinds) + last_norm
     if layout.ranks == 1:
         logits = (work_bytes + STOCK_LOSS_BYTES) * tokens * columns
@@ -303,7 +306,9 @@ def _moments(
                 work, count = works[kind], min(left, blocks)
                 held, left = held + count * work.each, left - count
         gradients = root_gradient + head_stored + GRADIENT_BYTES * done * shard.block / layout.z
-        if accumulates:
+        if layout.accumulates_shards:
+            gradients = added_up + (gradients if is_streamed else root_gradient)
+        elif accumulates:
             gradients += GRADIENT_BYTES * (whole - done * shard.block - (0 if in_root else shard.table))
         if sends:
             gradients += GRADIENT_BYTES * shard.block * min(done, waiting)
@@ -321,7 +326,9 @@ def _moments(
     # The embedding's gradient in the compute precision, with the last block's being sent; then its own are.
     gradients = GRADIENT_BYTES * w.layers * shard.block / layout.z + head_stored
     ends = shard.outside if in_root else shard.table
-    if accumulates:
+    if layout.accumulates_shards:
+        gradients = added_up + (gradients if is_streamed else 0.0)
+    elif accumulates:
         gradients += GRADIENT_BYTES * ends
     being_sent = GRADIENT_BYTES * shard.block * waiting if sends else 0.0
     first_gradients = gradients + root_gradient + work_bytes * shard.table + being_sent

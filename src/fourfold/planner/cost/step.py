@@ -249,14 +249,16 @@ def _weights(
     """(link, exposed) seconds of weights and gradients, on z and on data."""
     schedule, slowdown = prices.schedule, prices.cluster.slowdown
     blocks, m = prices.workload.layers, layout.micro_batches
-    sends = m if schedule.sends_every_micro_batch else 1  # micro-batches whose gradients are sent
+    # Micro-batches whose gradients are sent, over z and over data.
+    sends_data = m if schedule.sends_every_micro_batch else 1
+    sends = m if layout.accumulates_shards else sends_data
     t = _traffic(prices, layout, shard)
     # What waits for backward does not come again; the head, too, stays.
     kept = min(blocks, layout.keep_bytes / (schedule.weight_bytes * shard.block))
     again_s = t.gather_s * (blocks - kept) / blocks
     link_z = m * (blocks * (t.gather_s + again_s) + t.outside_gather_s)
     link_z += sends * (blocks * t.scatter_s + t.outside_scatter_s)
-    link_data = sends * (blocks * t.data_s + t.outside_data_s)
+    link_data = sends_data * (blocks * t.data_s + t.outside_data_s)
 
     overlap_forward_s = _overlap_s(prices, layout, times[0].forward)
     overlap_backward_s = (
@@ -282,8 +284,13 @@ def _weights(
     else:
         exposed_z = m * (blocks * t.gather_s + t.outside_gather_s)
     exposed_data = 0.0 if schedule.hides_data else link_data
-    # Backward, of micro-batches that send their gradients and of those that do not.
-    for count, scatter_s, data_s in ((sends, t.scatter_s, t.data_s), (m - sends, 0.0, 0.0)):
+    # Backward, of micro-batches that send their gradients over both axes, over z, and over none.
+    passes = (
+        (sends_data, t.scatter_s, t.data_s),
+        (sends - sends_data, t.scatter_s, 0.0),
+        (m - sends, 0.0, 0.0),
+    )
+    for count, scatter_s, data_s in passes:
         hidden_s = again_s * schedule.gathers_ahead + scatter_s * schedule.hides_scatters
         alone_s = again_s + scatter_s - hidden_s
         data_s *= schedule.hides_data
@@ -297,7 +304,7 @@ def _weights(
         exposed_data += count * blocks * shown_s * of_data
     # The last of a block, and what is outside, have nothing left to overlap with: the embedding comes last.
     exposed_z += sends * (t.scatter_s / t.calls * schedule.hides_scatters + t.outside_scatter_s)
-    exposed_data += sends * (t.data_s / t.calls + t.outside_data_s) * schedule.hides_data
+    exposed_data += sends_data * (t.data_s / t.calls + t.outside_data_s) * schedule.hides_data
     link_s = {"z": link_z, "data": link_data}
     return link_s, {"z": min(exposed_z, link_z), "data": min(exposed_data, link_data)}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Activations = Literal["replicated", "sequence-parallel"]
+Accumulation = Literal["whole", "sharded"]
 Checkpointing = Literal["none", "selective", "full"]
 KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
@@ -37,9 +38,10 @@ class Layout:
     # Activations on the ranks of the second tensor axis: replicated, or sharded by tokens.
     activations: Activations = "replicated"
     keep_inputs: bool = True  # with sequence-parallel activations: gathered inputs are kept for backward instead of gathered twice
-    checkpointed_blocks: int | None = (
-        None  # from the first; the others have the next weaker kind of checkpointing
-    )
+    # Blocks, from the first, with that checkpointing; the others have the next weaker kind. None: all.
+    checkpointed_blocks: int | None = None
+    # Gradients of several micro-batches: whole on each z rank and reduced once, or reduced over z in each of them.
+    accumulation: Accumulation = "whole"
 
     @property
     def ranks(self) -> int:
@@ -48,6 +50,10 @@ class Layout:
     @property
     def grid(self) -> tuple[int, int, int, int]:
         return (self.data, self.z, self.y, self.x)
+
+    @property
+    def accumulates_shards(self) -> bool:
+        return self.micro_batches > 1 and self.accumulation == "sharded"
 
     @property
     def by_tokens(self) -> bool:
@@ -81,6 +87,7 @@ class Layout:
         """The settings in addition to the grid, in words; empty if all are defaults."""
         settings = {
             f"{self.micro_batches} micro-batches": self.micro_batches > 1,
+            "sharded gradients": self.accumulates_shards,
             "sequence-parallel": self.by_tokens,
             "re-gathered": self.by_tokens and not self.keep_inputs,
             self.checkpointing_words: self.checkpointing_words != "",

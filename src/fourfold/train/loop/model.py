@@ -47,11 +47,9 @@ def build_model(
         grid,
         precision=engine.precision,
         activations=activations,
-        # A run has chosen before; a `Trainer` of one's own has not.
-        activation_checkpointing="none"
-        if engine.activation_checkpointing == "auto"
-        else engine.activation_checkpointing,
+        activation_checkpointing=engine.activation_checkpointing,  # type: ignore[arg-type]  # not "auto" any more
         checkpointed_blocks=engine.checkpointed_blocks,
+        accumulation=engine.accumulation,  # type: ignore[arg-type]
         weights=engine.weights,
         overlap=Overlap(keep_bytes=engine.keep_weights_bytes, keep_inputs=engine.keep_inputs),
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,

@@ -104,6 +104,8 @@ class Trainer:
     """A run on its grid. Construct and call it on all ranks alike."""
 
     def __init__(self, run: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> None:
+        # `fourfold train` has chosen by the memory of the devices before.
+        run = run.model_copy(update={"engine": run.engine.without_auto()})
         self.run, self.grid, self.callbacks = run, grid, list(callbacks)
         self.is_first = dist.get_rank() == 0
         self.replicas = (

@@ -31,9 +31,11 @@ def run_metadata(trainer: Trainer) -> dict[str, Any]:
         "layout": describe_layout(
             trainer.model,
             grid,
-            trainer.micro_batches,
-            run.engine.activation_checkpointing,
-            run.engine.keep_weights_bytes,
+            micro_batches=trainer.micro_batches,
+            keep_bytes=run.engine.keep_weights_bytes,
+            activation_checkpointing=run.engine.activation_checkpointing,
+            checkpointed_blocks=run.engine.checkpointed_blocks,
+            accumulation=run.engine.accumulation,
         )
         | {"data": grid.data * trainer.replicas.planned},
         "data": [
