@@ -1,11 +1,11 @@
-"""Does torch.compile make a step faster, and is it exact?
+"""Is a block that is compiled one graph, is it exact, and is it faster?
 
-Each transformer block's forward is compiled before the model is made parallel, as one would do with a stock model. A small
-Llama, forward and backward, the ways in turns; the ratio is that of times from one round. The stock model on one rank shows
-what compiling can bring on this machine at all.
+A small Llama, forward and backward, with FSDP2: `ff.parallelize(compile=True)` and without, the two in turns; the ratio is that of times
+from one round. Graphs are those of all blocks together, which share them; breaks, and graphs that were made after the second step, have
+to be none. Gradients are compared with those of the blocks as they are.
 
-    python -m benchmarks.compile                 # needs a C++ compiler, about four minutes on two cores
-    python -m benchmarks.compile --grids 1,1,1,1
+    python -m benchmarks.compile                 # needs a C++ compiler, about three minutes on two cores
+    python -m benchmarks.compile --grids 1,1,1,2 --activation-checkpointing selective
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import tempfile
-import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,86 +26,87 @@ import fourfold as ff
 from benchmarks.measure import Times, batch, interleaved, llama, ratio, stepper
 from benchmarks.ranks import RankPool
 from fourfold import Grid
-from fourfold.hf.anatomy import find_blocks
+from fourfold.parallel.options import ActivationCheckpointing
 
 Shape = tuple[int, int, int, int]
-GRIDS = "1,1,1,1 1,1,1,2"
-STOCK, COMPILED = "stock model", ", blocks compiled"
+GRIDS = "1,1,1,1 1,2,1,1 1,1,1,2 1,1,2,1"
+MOST_DIFFERENCE = 1e-5  # of a gradient, relative to its largest entry: fused kernels add in another order
 
 
 @dataclass(frozen=True)
 class Found:
     """Of one grid."""
 
-    times: dict[str, Times]
-    first_step_s: dict[str, float]
-    # The largest difference of a gradient from that of the way that is not compiled, relative to its largest entry.
-    difference: dict[str, float]
-    graphs: dict[str, int]
-    breaks: dict[str, int]
+    eager: Times
+    compiled: Times
+    difference: float
+    graphs: int
+    later_graphs: int  # made after the second step
+    breaks: int
+
+    @property
+    def is_right(self) -> bool:
+        return (
+            self.graphs == 1
+            and self.later_graphs == 0
+            and self.breaks == 0
+            and self.difference <= MOST_DIFFERENCE
+        )
 
 
-def measure(shape: Shape, hidden: int, layers: int, sequences: int, length: int, rounds: int) -> Found:
+def measure(
+    shape: Shape, size: tuple[int, int, int, int], checkpointing: ActivationCheckpointing, rounds: int
+) -> Found:
     """Every rank runs this."""
     # Private, and the only place that tells how many graphs there are (torch 2.13.0).
     from torch._dynamo.utils import counters
 
+    hidden, layers, sequences, length = size
     grid = Grid.create(shape)
     config = llama(hidden, layers)
     ids = batch(config, sequences, length)[grid.local_rows(sequences)]
-    ways = ["streamed"] if grid.mesh.size() > 1 else [STOCK, "streamed"]
-    steps, first_step_s, gradients, graphs, breaks = {}, {}, {}, {}, {}
-    for way in ways:
-        for is_compiled in (False, True):
-            name = way + COMPILED if is_compiled else way
-            torch._dynamo.reset()
-            counters.clear()
-            model = _model(config, grid, way, is_compiled)
-            start_s = time.perf_counter()
-            model(input_ids=ids, labels=ids).loss.backward()
-            first_step_s[name] = time.perf_counter() - start_s
-            graphs[name] = int(counters["stats"]["unique_graphs"])
-            breaks[name] = sum(counters["graph_break"].values())
-            gradients[name] = _gradients(model)
-            model.zero_grad()
-            steps[name] = stepper(model, ids)
-            for _ in range(2):
-                steps[name]()
-    torch._dynamo.config.recompile_limit = 64  # what is compiled for one model is not thrown out by the next
-    for step in steps.values():
-        step()
-    difference = {
-        name: max(
-            float((g - gradients[name.removesuffix(COMPILED)][n]).abs().max() / g.abs().max())
-            for n, g in gradients[name].items()
-            if g.numel()
+    steps: dict[bool, Any] = {}
+    gradients: dict[bool, list[Tensor]] = {}
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = 0
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model: nn.Module = LlamaForCausalLM(config)
+        ff.parallelize(
+            model,
+            grid,
+            weights="fsdp2",
+            activation_checkpointing=checkpointing,
+            compile=is_compiled,
+            overlap=ff.Overlap(interleave=False),
         )
-        for name in gradients
-    }
-    return Found(interleaved(steps, rounds), first_step_s, difference, graphs, breaks)
+        steps[is_compiled] = stepper(model, ids)
+        for _ in range(2):
+            steps[is_compiled]()
+        graphs = int(counters["stats"]["unique_graphs"])
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients[is_compiled] = [_local(p.grad).clone() for p in model.parameters()]
+        model.zero_grad()
+    difference = max(
+        float((mine - right).abs().max() / right.abs().max())
+        for right, mine in zip(gradients[False], gradients[True], strict=True)
+        if right.numel()
+    )
+    times = interleaved({"eager": steps[False], "compiled": steps[True]}, rounds)
+    later = int(counters["stats"]["unique_graphs"]) - graphs
+    return Found(
+        times["eager"], times["compiled"], difference, graphs, later, sum(counters["graph_break"].values())
+    )
 
 
-def _model(config: Any, grid: Grid, way: str, is_compiled: bool) -> nn.Module:
-    torch.manual_seed(0)
-    model: nn.Module = LlamaForCausalLM(config)
-    if is_compiled:
-        for block in find_blocks(model):
-            block.forward = torch.compile(block.forward, dynamic=False)
-    if way != STOCK:
-        # Without lanes, either way: their threads would wait for each other's compiler.
-        ff.parallelize(model, grid, weights="streamed", overlap=ff.Overlap(interleave=False))
-    return model
+def _local(gradient: Any) -> Tensor:
+    found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return found
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        gradient: Any = parameter.grad
-        gradients[name] = (gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone()
-    return gradients
-
-
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -115,31 +116,38 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--activation-checkpointing", default="none", choices=get_args(ActivationCheckpointing)
+    )
     options = parser.parse_args(arguments)
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         parser.error("torch.compile on CPU needs a C++ compiler, and there is no g++; install one or set CXX")
-    grids = [tuple(int(size) for size in text.split(",")) for text in options.grids]
+    size = options.hidden, options.layers, options.sequences, options.length
+    print(
+        f"Llama of hidden {size[0]}, {size[1]} layers, {size[2]} x {size[3]} tokens, activation checkpointing "
+        f"{options.activation_checkpointing}; Gloo on CPU, fp32, Inductor, load {os.getloadavg()[0]:.1f}"
+    )
+    right = 0
     with tempfile.TemporaryDirectory() as cache:
         # Fresh, so that first steps compile; one for all ranks, so that only one of them does. No processes beside the ranks.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        for shape in grids:
+        for text in options.grids:
+            shape = tuple(int(part) for part in text.split(","))
             ranks = shape[0] * shape[1] * shape[2] * shape[3]
             with RankPool(ranks) as pool:
-                size = options.hidden, options.layers, options.sequences, options.length
-                found = pool.run(measure, ranks, shape, *size, options.rounds, timeout_s=900)[0]
-            print(f"grid {shape}, hidden {options.hidden}, {options.layers} layers, ", end="")
-            print(f"{options.sequences} x {options.length} tokens, load {os.getloadavg()[0]:.1f}")
-            for name, times in found.times.items():
-                line = f"  {name:32} {times}"
-                if name.endswith(COMPILED):
-                    line += f", {ratio(found.times[name.removesuffix(COMPILED)], times):.2f} x as fast"
-                    line += (
-                        f", gradients differ by {found.difference[name]:.0e}, {found.graphs[name]} graphs, "
-                    )
-                    line += f"{found.breaks[name]} breaks, first step {found.first_step_s[name]:.0f} s"
-                print(line, flush=True)
+                arguments_of_rank = (shape, size, options.activation_checkpointing, options.rounds)
+                found = pool.run(measure, ranks, *arguments_of_rank, timeout_s=900)[0]
+            right += found.is_right
+            print(
+                f"  {shape!s:14} {found.graphs} graphs, {found.breaks} breaks, {found.later_graphs} later graphs, gradients differ "
+                f"by {found.difference:.0e}; step {found.eager} as it is, {found.compiled} compiled: "
+                f"{ratio(found.eager, found.compiled):.2f} x as fast{'' if found.is_right else '  WRONG'}",
+                flush=True,
+            )
+    print(f"compile: {right}/{len(options.grids)} grids with one graph for all blocks, exact")
+    return 0 if right == len(options.grids) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,7 @@ the loss of each step, every gradient of each step (as clipped), every parameter
     python -m benchmarks.parity --ranks 8 --weights fsdp2   # or streamed
     python -m benchmarks.parity --ranks 8 --activations replicated   # by default cut by their tokens, too
     python -m benchmarks.parity --ranks 8 --activation-checkpointing selective   # or full
+    python -m benchmarks.parity --ranks 8 --compile --weights fsdp2   # blocks by aot_eager, without code generation
     python -m benchmarks.parity --ranks 8 --break norm      # plants a fault: has to fail
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,8 +29,9 @@ from benchmarks.ranks import RankPool
 from fourfold.mesh.axes import Axis, factorisations
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
-from fourfold.parallel import layers, loss
+from fourfold.parallel import compiled, layers
 from fourfold.parallel.linear_op import Cut, Product
+from fourfold.parallel.loss import cross_entropy as loss
 from fourfold.parallel.options import ActivationCheckpointing, ActivationsWanted
 from fourfold.selftest import (
     EPS,
@@ -86,7 +89,10 @@ def run_rank(
     weights: Weights = "auto",
     activations: ActivationsWanted = "auto",
     checkpointing: ActivationCheckpointing = "none",
+    is_compiled: bool = False,
 ) -> Errors:
+    compiled.BACKEND = "aot_eager"
+    torch._dynamo.reset()
     with injected(fault) if fault else nullcontext():
         return train_on(
             Grid.create(shape, timeout_s=60),
@@ -94,6 +100,7 @@ def run_rank(
             weights=weights,
             activations=activations,
             activation_checkpointing=checkpointing,
+            compile=is_compiled,
         )
 
 
@@ -108,6 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--activation-checkpointing", default="none", choices=get_args(ActivationCheckpointing)
     )
+    parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--quick", action="store_true", help="a few grids of 8 ranks instead of all")
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"
@@ -121,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"bars: loss {LOSS_BAR:g} relative, gradients {GRADIENT_BAR:g}, parameters {PARAMETER_BAR:g} of their maximum"
     )
     print(
-        f"weights {options.weights}, activations {options.activations}, activation checkpointing {options.activation_checkpointing}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
+        f"weights {options.weights}, activations {options.activations}, activation checkpointing {options.activation_checkpointing}{', blocks compiled' if options.compile else ''}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
     )
     print(f"{'model':10} {'(data, z, y, x)':16} {'loss':>9} {'gradient':>9} {'parameter':>9}")
     start_s = time.perf_counter()
@@ -136,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
                     options.weights,
                     options.activations,
                     options.activation_checkpointing,
+                    options.compile,
                 )
                 errors = Errors.worst(pool.run(run_rank, options.ranks, *arguments_of_rank, timeout_s=180))
                 good = errors.within_bars()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fourfold.optim.clip import clip_grad_norm_
     from fourfold.optim.sharded_optimizer import sharded_optimizer
     from fourfold.parallel.dropout import seed_ranks
-    from fourfold.parallel.loss import count_labels, cross_entropy, full_logits
+    from fourfold.parallel.loss.cross_entropy import count_labels, cross_entropy, full_logits
     from fourfold.parallel.parallelize import parallelize
     from fourfold.parallel.report import Report
     from fourfold.planner.plan import plan
@@ -68,7 +68,7 @@ _HOMES = {
     "fourfold.mesh.grid": ("Grid",),
     "fourfold.optim.clip": ("clip_grad_norm_",),
     "fourfold.parallel.dropout": ("seed_ranks",),
-    "fourfold.parallel.loss": ("count_labels", "cross_entropy", "full_logits"),
+    "fourfold.parallel.loss.cross_entropy": ("count_labels", "cross_entropy", "full_logits"),
     "fourfold.optim.sharded_optimizer": ("sharded_optimizer",),
     "fourfold.weights.overlap": ("Overlap",),
     "fourfold.parallel.parallelize": ("parallelize",),

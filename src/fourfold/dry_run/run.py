@@ -40,7 +40,7 @@ from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
 from fourfold.optim.muon import ShardedMuon, split_matrices
 from fourfold.optim.sharded_optimizer import sharded_optimizer
-from fourfold.parallel.loss import count_labels
+from fourfold.parallel.loss.cross_entropy import count_labels
 from fourfold.parallel.options import (
     ActivationCheckpointing,
     ActivationsWanted,

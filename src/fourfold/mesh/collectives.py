@@ -157,6 +157,7 @@ class Collectives:
     """The collectives of one grid."""
 
     def __init__(self, mesh: DeviceMesh, target: str) -> None:
+        self.number = -1  # as operators of a compiled block know it (`operators.py`)
         self._sizes = dict(zip(cast(tuple[str, ...], mesh.mesh_dim_names), mesh.shape, strict=True))
         self._groups = {axis: mesh.get_group(axis) for axis, size in self._sizes.items() if size > 1}
         self.clock = clock_of(mesh.device_type)

@@ -31,7 +31,7 @@ _FUNCTIONS = {
     _varlen,
     _varlen.default,
 }
-_OPERATORS = {
+OPERATORS = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_dot_product_flash_attention.default,
@@ -172,7 +172,7 @@ def _has_dropout(function: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _last_that_saves(outputs: Any) -> Any:

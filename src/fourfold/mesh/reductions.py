@@ -15,6 +15,7 @@ from torch import Tensor
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives, Pending, Purpose
 from fourfold.mesh.kept import block_results
+from fourfold.mesh.operators import TracedSum
 
 
 def put_in_flight(gradient: Tensor, pending: Pending) -> Tensor:
@@ -109,6 +110,13 @@ def _sum(
 ) -> Tensor:
     if axis is None or collectives.size(axis) == 1:
         return tensor
+    if torch.compiler.is_compiling():
+        return cast(
+            Tensor,
+            TracedSum.apply(  # type: ignore[no-untyped-call]
+                tensor, collectives.number, axis, purpose, in_forward, in_backward
+            ),
+        )
     deferred = in_backward and collectives.interleaving is not None and _is_large(purpose)
     if deferred:
         tensor = await_gradient(tensor, collectives)

@@ -91,7 +91,10 @@ def uses_dropout(model: nn.Module) -> bool:
         values = config.to_dict()
         holders += [values, *(part for part in values.values() if isinstance(part, dict))]
     return any(
-        "drop" in str(key) and isinstance(value, float) and value > 0
+        "drop" in str(key)
+        and not str(key).startswith(("summary", "classifier"))  # of heads that a language model does not have
+        and isinstance(value, float)
+        and value > 0
         for holder in holders
         for key, value in holder.items()
     )

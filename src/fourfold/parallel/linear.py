@@ -40,6 +40,7 @@ from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_backward
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.linear_op import Product, sharded_product
+from fourfold.parallel.product_operator import register, traced_product
 from fourfold.parallel.sequence import REPLICATED, Cuts, ShapeProxy, Tokens
 from fourfold.weights.api import read_weight
 from fourfold.weights.overlap import Overlap
@@ -52,6 +53,14 @@ class _Ready(threading.local):
         self.input: Tensor | None = None
         self.version = -1
         self.results: dict[int, Tensor] = {}
+
+
+class _Traced:
+    """The same while Dynamo traces a block."""
+
+    def __init__(self) -> None:
+        self.input: Tensor | None = None
+        self.results: list[Tensor | None] = []
 
 
 class FusedLinearGroup:
@@ -76,7 +85,9 @@ class FusedLinearGroup:
         self.tokens = tokens
         self.members: list[Linear4D] = []
         self._mine = _Ready()
+        self._traced = _Traced()
         self._product: Product | None = None
+        self._number = -1  # of the product as an operator
         self.settled = False
 
     def __call__(self, member: Linear4D, input: Tensor) -> Tensor:
@@ -100,6 +111,30 @@ class FusedLinearGroup:
         mine.results = {id(m): o for m, o in zip(self.members, outputs, strict=True)}
         mine.input, mine.version = input, input._version
         return mine.results.pop(id(member))
+
+    def traced(self, member: Linear4D, input: Tensor) -> Tensor:
+        """The same in a block that is compiled, after a first forward: the product is one operator."""
+        mine, members = self._traced, self.members
+        if mine.input is not input:
+            own = input
+            if self.tokens is not None:
+                own = self.tokens.traced_own(input)
+            weights = [block for m in members for block in m.local("weight")]
+            shapes = [self.output_shape(own, m, self._product) for m in members]  # type: ignore[arg-type]
+            mine.results = list(traced_product(own, self._number, shapes, weights))
+            mine.input = input
+        place = members.index(member) if len(members) > 1 else 0
+        output = mine.results[place]
+        assert output is not None
+        mine.results[place] = None
+        if all(result is None for result in mine.results):
+            mine.input, mine.results = None, []
+        return output
+
+    def prepare_trace(self) -> None:
+        """Name the product as an operator; the members are settled."""
+        self._product = self._product or self._product_of(self.members)
+        self._number = register(self._product)
 
     def settle(self) -> None:
         """A forward is over: drop unused results; after the first, remove members that were never called."""
@@ -267,7 +302,7 @@ class Linear4D(nn.Module):
         if self._dropout is not None:
             self._dropout.leave()
         group, cuts = self.group, self.cuts
-        output = group(self, input)
+        output = group.traced(self, input) if torch.compiler.is_compiling() else group(self, input)
         if self._biases:
             biases = self._own_biases()
             output = output + (biases[0] if len(biases) == 1 else torch.cat(biases))

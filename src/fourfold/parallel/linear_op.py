@@ -87,6 +87,11 @@ class Product:
             return self.collectives.all_reduce(parts, axis, "activation", module=self.name)
         return self.collectives.reduce_scatter(own, parts, axis, "activation", module=self.name)
 
+    def widths(self, weights: Sequence[Tensor]) -> list[int]:
+        """The number of output features of each member."""
+        dim = 1 if self.transposed else 0
+        return [sum(weight.shape[dim] for weight in weights[span]) for span in self.spans]
+
     def blocks(self, weights: Sequence[Tensor], member: int) -> list[Tensor]:
         """A member's weights as [out, in]."""
         own = weights[self.spans[member]]
@@ -106,11 +111,12 @@ class _ShardedProduct(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient to gather
         results = block_results()
         ctx.product, ctx.input_shape, ctx.deferred = product, input.shape, deferred
-        ctx.keeps_input = product.overlap.keep_inputs and not (results is not None and results.is_selective)
+        ctx.keeps_input = product.overlap.keep_inputs
         own = input.reshape(-1, input.shape[-1])
         known = results.known(input.device) if results is not None else None
-        full = _gathered_input(product, own) if known is None or ctx.keeps_input else own
-        outputs = known or _multiplied(product, full, shapes, weights)
+        full = gathered_input(product, own) if known is None or ctx.keeps_input else own
+        # Not views of shared memory, which a model's code could not change in place.
+        outputs = known or [output.data for output in _computed(product, full, shapes, weights)]
         if results is not None and known is None:
             ctx.result_index = results.keep(outputs)
         ctx.save_for_backward(full if ctx.keeps_input else own, *weights)
@@ -118,50 +124,74 @@ class _ShardedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        product: Product = ctx.product
-        overlap = product.overlap
         full, *weights = ctx.saved_tensors
-        pending_input = Pending()
-        if not ctx.keeps_input:
-            # In flight during dI's matmul.
-            full, pending_input = product.gather(full, product.out_axis, product.enter, "regather")
-            if not overlap.backward:
-                pending_input.wait()
-
-        # dI = dO W: a part of a sum over out_axis.
-        arrived = _gathered_gradients(product, gradients)
-        input_gradient: Tensor | None = None
-        pending = Pending()
-        if ctx.needs_input_grad[0] and arrived:
-            parts = torch.empty_like(full, memory_format=torch.contiguous_format)
-            written: set[int] = set()
-            for member, gradient in arrived.items():
-                for out, i, block in _terms(gradient, product.blocks(weights, member), len(full)):
-                    _multiply(out, block, parts[i], first=i not in written)
-                    written.add(i)
-            is_cut = product.enter != "whole" and product.out_ranks > 1
-            input_gradient = parts.new_empty(ctx.input_shape) if is_cut else parts
-            pending = product.reduce(input_gradient, parts, product.out_axis, product.enter)
-            if not overlap.backward:
-                pending.wait()
-            input_gradient = input_gradient.view(ctx.input_shape)
-
-        # dW = dO^T I: complete, because only this rank holds the block; meanwhile dI is reduced.
-        pending_input.wait()
-        weight_gradients: list[Tensor | None] = [None] * len(weights)
-        for member, gradient in arrived.items():
-            span = product.spans[member]
-            if any(ctx.needs_input_grad[4:][span]):
-                made = [torch.empty_like(w) for w in weights[span]]
-                weight_gradients[span] = made
-                out_by_in = [m.t() for m in made] if product.transposed else made
-                for out, i, block in _terms(gradient, out_by_in, len(full)):
-                    torch.mm(out.t(), full[i], out=block)
+        input_gradient, pending, weight_gradients = product_gradients(
+            ctx.product,
+            full,
+            weights,
+            gradients,
+            ctx.input_shape,
+            ctx.needs_input_grad[0],
+            ctx.needs_input_grad[4:],
+            keeps_input=ctx.keeps_input,
+        )
         if input_gradient is not None and ctx.deferred:
             input_gradient = put_in_flight(input_gradient, pending)
         else:
             pending.wait()
         return (input_gradient, None, None, None, *weight_gradients)
+
+
+def product_gradients(
+    product: Product,
+    full: Tensor,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    input_shape: torch.Size,
+    wants_input: bool,
+    wants_weights: Sequence[bool],
+    *,
+    keeps_input: bool,
+) -> tuple[Tensor | None, Pending, list[Tensor | None]]:
+    """(the gradient of the input, which is complete after a wait, those of the weights); ``full`` is gathered if it was kept."""
+    overlap = product.overlap
+    pending_input = Pending()
+    if not keeps_input:
+        # In flight during dI's matmul.
+        full, pending_input = product.gather(full, product.out_axis, product.enter, "regather")
+        if not overlap.backward:
+            pending_input.wait()
+
+    # dI = dO W: a part of a sum over out_axis.
+    arrived = _gathered_gradients(product, gradients)
+    input_gradient: Tensor | None = None
+    pending = Pending()
+    if wants_input and arrived:
+        parts = torch.empty_like(full, memory_format=torch.contiguous_format)
+        written: set[int] = set()
+        for member, gradient in arrived.items():
+            for out, i, block in _terms(gradient, product.blocks(weights, member), len(full)):
+                _multiply(out, block, parts[i], first=i not in written)
+                written.add(i)
+        is_cut = product.enter != "whole" and product.out_ranks > 1
+        input_gradient = parts.new_empty(input_shape) if is_cut else parts
+        pending = product.reduce(input_gradient, parts, product.out_axis, product.enter)
+        if not overlap.backward:
+            pending.wait()
+        input_gradient = input_gradient.view(input_shape)
+
+    # dW = dO^T I: complete, because only this rank holds the block; meanwhile dI is reduced.
+    pending_input.wait()
+    weight_gradients: list[Tensor | None] = [None] * len(weights)
+    for member, gradient in arrived.items():
+        span = product.spans[member]
+        if any(wants_weights[span]):
+            made = [torch.empty_like(w) for w in weights[span]]
+            weight_gradients[span] = made
+            out_by_in = [m.t() for m in made] if product.transposed else made
+            for out, i, block in _terms(gradient, out_by_in, len(full)):
+                torch.mm(out.t(), full[i], out=block)
+    return input_gradient, pending, weight_gradients
 
 
 def sharded_product(
@@ -185,7 +215,7 @@ def sharded_product(
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def _gathered_input(product: Product, own: Tensor) -> Tensor:
+def gathered_input(product: Product, own: Tensor) -> Tensor:
     interleaving = product.collectives.interleaving
     full, pending = product.gather(own, product.out_axis, product.enter, "activation")
     if interleaving is not None and product.enter != "whole" and product.out_ranks > 1:
@@ -194,33 +224,54 @@ def _gathered_input(product: Product, own: Tensor) -> Tensor:
     return full
 
 
-def _multiplied(
-    product: Product, full: Tensor, shapes: Sequence[tuple[int, ...]], weights: Sequence[Tensor]
-) -> list[Tensor]:
+def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs in flat memory: of all members that are cut alike together, or of each, where nothing is sent (`outputs_of`)."""
     interleaving = product.collectives.interleaving
-    outputs: dict[int, Tensor] = {}
+    found: list[Tensor] = []
     in_flight: list[Pending] = []
     for leave, members in product.together:
         blocks = {m: product.blocks(weights, m) for m in members}
         widths = [sum(block.shape[0] for block in blocks[m]) for m in members]
-        kept, chunks = _outputs(product, members, widths, leave, full)
+        memory, chunks = _outputs(product, members, widths, leave, full)
         # A chunk of the outputs is reduced while the next is multiplied.
         for chunk in chunks:
-            for member, rows, memory in chunk.products:
+            for member, rows, out_memory in chunk.products:
                 # [input parts, groups of tokens, rows of each group, features]
-                read = full.unflatten(1, (memory.shape[1], -1))[:, :, rows]
-                for out, i, block in _terms(memory, blocks[member], len(full)):
+                read = full.unflatten(1, (out_memory.shape[1], -1))[:, :, rows]
+                for out, i, block in _terms(out_memory, blocks[member], len(full)):
                     _multiply(read[i], block.t(), out, first=i == 0)
             in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
-        outputs |= zip(members, kept, strict=True)
+        found += memory
     if interleaving is not None and product.in_ranks > 1:
         interleaving.switch()
     for pending in in_flight:
         pending.wait()
-    return [
-        _as_output(outputs[member], shapes[member], leave == "features" and len(product.leaves) > 1)
-        for member, leave in enumerate(product.leaves)
-    ]
+    return found
+
+
+def outputs_of(
+    product: Product,
+    memory: Sequence[Tensor],
+    widths: Sequence[int],
+    tokens: int,
+    shapes: Sequence[tuple[int, ...]],
+) -> list[Tensor]:
+    """The output of each member in the memory of `multiplied`; ``widths`` are all features of each, ``tokens`` those of the input."""
+    outputs: dict[int, Tensor] = {}
+    left = list(memory)
+    for leave, members in product.together:
+        if product.in_ranks == 1:
+            for member in members:
+                outputs[member] = left.pop(0).view(*shapes[member], widths[member])
+            continue
+        rows = tokens // product.in_ranks if leave == "tokens" else tokens
+        columns = [widths[m] // product.in_ranks if leave == "features" else widths[m] for m in members]
+        parts = left.pop(0).split([rows * width for width in columns])
+        for member, part, width in zip(members, parts, columns, strict=True):
+            own = part.view(*shapes[member], width)
+            # Attention keeps v, and what it makes of q and k: v is not to keep the memory that all three share.
+            outputs[member] = own.clone() if leave == "features" and len(product.leaves) > 1 else own
+    return [outputs[member] for member in range(len(product.leaves))]
 
 
 @dataclass(frozen=True)
@@ -242,10 +293,10 @@ def _outputs(
     tokens = full.shape[1]
     if product.in_ranks == 1:
         # Nothing is sent. Separate memory, so that keeping one output (v in attention) does not keep the others.
-        apart = [full.new_empty(tokens, width) for width in widths]
+        apart = [full.new_empty(tokens * width) for width in widths]
         return apart, [
-            _Chunk(out.view(-1), out.view(1, -1), [(member, slice(None), out[None, None])])
-            for member, out in zip(members, apart, strict=True)
+            _Chunk(out, out.view(1, -1), [(member, slice(None), out.view(1, 1, tokens, width))])
+            for member, out, width in zip(members, apart, widths, strict=True)
         ]
     ranks = 1 if leave == "whole" else product.in_ranks
     rows = tokens // ranks if leave == "tokens" else tokens
@@ -258,8 +309,7 @@ def _outputs(
         start, end = end, end + sum((last - first) * width for _, first, last, width in spans)
         memory = parts[ranks * start : ranks * end].view(ranks, end - start)
         chunks.append(_Chunk(own[start:end], memory, _products(memory, spans, rows, leave)))
-    outputs = own.split([rows * width for width in columns])
-    return [o.view(rows, width) for o, width in zip(outputs, columns, strict=True)], chunks
+    return [own], chunks
 
 
 def _divide(
@@ -293,12 +343,12 @@ def _products(
     return found
 
 
-def _as_output(own: Tensor, shape: tuple[int, ...], copy: bool) -> Tensor:
-    own = own.view(*shape, own.shape[1])
-    if copy:
-        # Attention keeps v, and what it makes of q and k: v is not to keep the memory that all three share.
-        return own.clone()
-    return own.data  # not a view of the shared memory, which a model's code could not change in place
+def _computed(
+    product: Product, full: Tensor, shapes: Sequence[tuple[int, ...]], weights: Sequence[Tensor]
+) -> list[Tensor]:
+    return outputs_of(
+        product, multiplied(product, full, weights), product.widths(weights), full.shape[1], shapes
+    )
 
 
 # -- gradients of the outputs -----------------------------------------------------------------------------------------

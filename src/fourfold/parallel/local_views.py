@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -39,6 +40,8 @@ def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Mod
     def reader(key: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
             inside, gradient_axes = self.__dict__["_local_view"]
+            if torch.compiler.is_compiling():
+                return read_weight(self, key, gradient_axes[key])
             parameter = self._parameters[key]
             # Outside of forward (FSDP2, the optimizer, a state dict) it is the parameter itself.
             if not inside.depth or not isinstance(parameter, DTensor):
@@ -48,6 +51,8 @@ def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Mod
         return property(read)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the block is inside
+            return cls.forward(self, *args, **kwargs)
         inside, _ = self.__dict__["_local_view"]
         with inside:  # also if a user calls the module on its own
             return cls.forward(self, *args, **kwargs)

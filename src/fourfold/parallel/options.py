@@ -34,6 +34,7 @@ class Options:
     accumulation: Accumulation = "whole"
     overlap: Overlap = field(default_factory=Overlap)
     chunked_loss: bool = True
+    compile: bool = False
 
     @property
     def weaker_checkpointing(self) -> ActivationCheckpointing:

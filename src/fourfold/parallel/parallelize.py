@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import find_blocks
 from fourfold.hf.init_recorder import record_initialization, restore_buffers
 from fourfold.hf.init_replay import InitReplay
@@ -16,7 +17,7 @@ from fourfold.hf.safetensors_reader import CheckpointFiles
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_split
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
-from fourfold.parallel.loss import chunk_loss, guard_loss
+from fourfold.parallel.loss.cross_entropy import chunk_loss, guard_loss
 from fourfold.parallel.options import (
     ActivationCheckpointing,
     ActivationsWanted,
@@ -47,6 +48,7 @@ def parallelize(
     accumulation: Accumulation = "whole",
     overlap: Overlap | None = None,
     chunked_loss: bool = True,
+    compile: bool = False,
     checkpoint: str | Path | None = None,
     seed: int = 0,
 ) -> Report:
@@ -68,6 +70,7 @@ def parallelize(
         accumulation: of the gradients of several micro-batches (`no_sync`): ``whole`` on each rank, reduced once, or ``sharded``, reduced
             over z in each micro-batch, which needs less memory.
         overlap: which communication overlaps with computation.
+        compile: compile each block by Inductor, as one graph; weights are FSDP2's then, and half-batches do not alternate.
         chunked_loss: compute the loss of ``labels`` by chunks of tokens, with only a chunk of the logits in memory.
         checkpoint: a folder of safetensors.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
@@ -94,6 +97,7 @@ def parallelize(
         accumulation,
         overlap or Overlap(),
         chunked_loss,
+        compile,
     )
     report, replays = arrange(model, grid, options, seed=seed if on_meta and checkpoint is None else None)
 
@@ -127,7 +131,7 @@ def arrange(
     block, if it is not as the options say.
     """
     check_model(model)
-    weights, why_weights = choose_weights(options.weights, grid)
+    weights, why_weights = choose_weights(options.weights, grid, is_compiled=options.compile)
     overlap = options.overlap
     model_name = type(model).__name__  # fully_shard changes the class
 
@@ -137,6 +141,12 @@ def arrange(
     tokens = sequence.tokens if sequence else None
     replays = record_initialization(model, seed=seed) if seed is not None else {}
     dropout = Dropout(grid) if grid.x * grid.y > 1 and uses_dropout(model) else None
+
+    if dropout is not None and options.compile:
+        raise UnsupportedError(
+            f"{model_name} has dropout, whose random numbers on x={grid.x}, y={grid.y} ranks are set between layers, which cannot be "
+            "in the one graph of compile=True; use compile=False, or rates of 0"
+        )
 
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
@@ -151,7 +161,15 @@ def arrange(
     blocks = find_blocks(model)
     names = {module: name for name, module in model.named_modules()}
     for block, kind in zip(blocks, checkpointing or checkpointing_of(options, len(blocks)), strict=True):
-        wrap_block(block, names[block], inside, dropout, checkpointing=kind, tokens=tokens)
+        wrap_block(
+            block,
+            names[block],
+            inside,
+            dropout,
+            checkpointing=kind,
+            tokens=tokens,
+            is_compiled=options.compile,
+        )
     wrap_model(model, inside, replaced.groups, dropout, guard, tokens, head_loss)
 
     # 5. Two half-batches alternate, where activations are sent.
@@ -159,6 +177,8 @@ def arrange(
     why_unsplit = why_not_split(
         model, overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None
     )
+    if options.compile:
+        why_unsplit = "blocks are compiled"
     if why_unsplit is None:
         # Where activations are sent, the vocabulary or the hidden features are sharded.
         assert guard is not None

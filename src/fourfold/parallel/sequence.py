@@ -51,6 +51,10 @@ class Tokens:
         self.grid = grid
         # Thread-local, because two half-batches may be in the model at the same time.
         self._mine = threading.local()
+        # While Dynamo traces a block: the shape of its batch; what stands for an input, and the local tokens that it stands for.
+        self.traced_shape: tuple[int, ...] = ()
+        self.traced_stand_in: Tensor | None = None
+        self.traced_tokens: Tensor | None = None
 
     def begin(self, ids: Tensor) -> None:
         """Start a forward with these ids."""
@@ -78,6 +82,8 @@ class Tokens:
     @property
     def shape(self) -> tuple[int, ...]:
         """(sequences, length) of the batch."""
+        if torch.compiler.is_compiling():
+            return self.traced_shape
         shape: tuple[int, ...] | None = getattr(self._mine, "shape", None)
         if shape is None:
             raise UnsupportedError(
@@ -114,7 +120,20 @@ class Tokens:
             )
         flat = hidden.reshape(1, rows, hidden.shape[-1])
         own = flat.narrow(1, self.grid.coordinate("x") * self.count("x"), self.count("x"))
-        return own.clone()  # a view that is saved for backward would keep all tokens alive
+        # A view that is saved for backward would keep all tokens alive.
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def stand_in(self, own: Tensor) -> Tensor:
+        """A tensor of the shape of the full input, while Dynamo traces; its values are not used, as a first forward has shown."""
+        self.traced_tokens = own
+        self.traced_stand_in = own.new_empty(1).expand(*self.traced_shape, own.shape[-1])
+        return self.traced_stand_in
+
+    def traced_own(self, input: Tensor) -> Tensor:
+        if self.traced_stand_in is not None and input is self.traced_stand_in:
+            assert self.traced_tokens is not None
+            return self.traced_tokens
+        return input
 
     def to_batch_shape(self, own: Tensor) -> Tensor:
         """A tensor of the batch's shape with the local tokens at their positions, and zeros elsewhere."""
@@ -210,7 +229,10 @@ def show_full_shape(module: nn.Module, name: str, tokens: Tokens) -> None:
                 f"{name} is called without hidden_states, so it is not known which of its arguments is sharded by tokens; "
                 "use activations='replicated'"
             )
-        proxy = ShapeProxy(tokens.own(own, name), (*tokens.shape, own.shape[-1]), name)
+        if torch.compiler.is_compiling():
+            proxy = tokens.stand_in(own)
+        else:
+            proxy = ShapeProxy(tokens.own(own, name), (*tokens.shape, own.shape[-1]), name)
         if args:
             return (proxy, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": proxy}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.kept import BlockResults
-from fourfold.parallel.chunked_loss import HeadLoss
+from fourfold.parallel.compiled import compiled
 from fourfold.parallel.dropout import Dropout
-from fourfold.parallel.linear import FusedLinearGroup
-from fourfold.parallel.loss import LossGuard
+from fourfold.parallel.linear import FusedLinearGroup, Linear4D
+from fourfold.parallel.loss.chunked import HeadLoss
+from fourfold.parallel.loss.cross_entropy import LossGuard
 from fourfold.parallel.options import ActivationCheckpointing
 from fourfold.parallel.sequence import Tokens
 
@@ -76,9 +78,15 @@ def wrap_block(
     *,
     checkpointing: ActivationCheckpointing,
     tokens: Tokens | None = None,
+    is_compiled: bool = False,
 ) -> None:
     """Wrap a block's forward: local tokens in, recomputed in backward if asked for, dropout in the right state."""
     inner = block.forward
+    if checkpointing == "selective":
+        # Its recomputed forward does not gather the inputs of linears: backward does, while it computes.
+        for module in block.modules():
+            if isinstance(module, Linear4D):
+                module.group.overlap = replace(module.group.overlap, keep_inputs=False)
     # The axes that shard the residual stream.
     axes: tuple[Axis, ...] = ("y",) if tokens is None else ("y", "x")
 
@@ -96,10 +104,18 @@ def wrap_block(
                 dropout.leave()
 
     # Inside FSDP2's hooks, so that the block's weights are gathered in backward before it is recomputed.
+    run = _recomputed(name, forward, checkpointing)
     if tokens is not None:
-        block.forward = _with_own_tokens(name, tokens, forward, checkpointing)
-    else:
-        block.forward = _recomputed(name, forward, checkpointing)
+        run = _with_own_tokens(name, tokens, forward, checkpointing)
+    if is_compiled:
+        graph = compiled(block, name, run, checkpointing, tokens)
+
+        @functools.wraps(inner)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with inside:
+                return graph(*args, **kwargs)
+
+    block.forward = run
     if dropout is not None:
         # The checkpoint restores the shared state, so a block has to start with it.
         block.register_forward_pre_hook(lambda *_: dropout.leave())

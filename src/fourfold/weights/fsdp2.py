@@ -78,7 +78,9 @@ class Fsdp2Weights:
                 self._take_over_collectives(module)
 
     def read(self, module: nn.Module, key: str, axes: tuple[Axis, ...], by_sibling: bool) -> Tensor:
-        block = cast(Tensor, _Local.apply(module._parameters[key]))  # type: ignore[no-untyped-call]
+        block = cast(Tensor, module._parameters[key])
+        if not torch.compiler.is_compiling():  # otherwise `_local_parameters` of `compiled.py` has done it
+            block = local_tensor(block)
         for axis in axes:
             block = sum_backward(block, self._collectives, axis, "replica", getattr(module, "name", key))
         return block
@@ -147,6 +149,10 @@ def _check_output(module: nn.Module, args: Any, output: Any) -> None:
             f"{type(module).__name__.removeprefix('FSDP')} returns a {type(output).__name__}, in which FSDP2 finds no tensor, so "
             "it would not reduce any gradient; return a tensor, a tuple, a dict or a ModelOutput, or use weights='streamed'"
         )
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    return cast(Tensor, _Local.apply(parameter))  # type: ignore[no-untyped-call]
 
 
 class _Local(torch.autograd.Function):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from fourfold.errors import UnsupportedError
 from fourfold.mesh.grid import Grid
 from fourfold.weights.api import Accumulation, Precision, Weights
 from fourfold.weights.fsdp2 import Fsdp2Weights
@@ -14,8 +15,15 @@ from fourfold.weights.overlap import Overlap
 from fourfold.weights.streamed import StreamedWeights
 
 
-def choose_weights(weights: Weights, grid: Grid) -> tuple[Weights, str]:
+def choose_weights(weights: Weights, grid: Grid, *, is_compiled: bool = False) -> tuple[Weights, str]:
     """The back end to use, and why."""
+    if is_compiled and weights == "streamed":
+        raise UnsupportedError(
+            "weights='streamed' are gathered by hooks inside a block, which cannot be in the one graph of compile=True; use "
+            "weights='fsdp2', or compile=False"
+        )
+    if is_compiled:
+        return "fsdp2", "asked for" if weights == "fsdp2" else "auto: blocks are compiled"
     if weights != "auto":
         return weights, "asked for"
     if grid.shape == (1, 1, 1, 1):

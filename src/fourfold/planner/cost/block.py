@@ -296,7 +296,7 @@ def ends_pass(workload: Workload, given: Given) -> Pass:
         alone_y_s = 2 * send("all_reduce", "y", 4 * tokens / x)
     else:
         alone_x_s += send("all_reduce", "x", looked_up_bytes)
-    # Its gradients are computed in forward, with the loss (parallel/chunked_loss.py): its input is not gathered again.
+    # Its gradients are computed in forward, with the loss (parallel/loss/chunked.py): its input is not gathered again.
     one, backward = _forward(head, given), _backward(head, given._replace(keep_inputs=True))
     for axis, alone_s in (("x", alone_x_s), ("y", alone_y_s)):
         one.link_s[axis] += backward.link_s[axis] + alone_s

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fourfold.parallel.chunk_size import chunk_tokens
+from fourfold.parallel.loss.chunk_size import chunk_tokens
 from fourfold.planner.cost.optimizer import (
     ADAMW_STATE_BYTES,
     MUON_STATE_BYTES,
@@ -31,7 +31,7 @@ WIDE_BYTES = 4  # norms and loss compute in fp32
 
 HEAD_BYTES = 4  # the logarithm of the softmax's sum, fp32, for each head
 # In addition to its logits the stock loss of a single rank holds an fp32 copy and a temporary, and its gradient in the precision of
-# the work. Otherwise the loss has a chunk of the logits, that in fp32, and its gradient (parallel/chunked_loss.py).
+# the work. Otherwise the loss has a chunk of the logits, that in fp32, and its gradient (parallel/loss/chunked.py).
 STOCK_LOSS_BYTES = 10
 # Backward of a norm, for each feature: the gradient in fp32 and three products of it; in the precision of the work the
 # gradients of its output and of the residual stream.

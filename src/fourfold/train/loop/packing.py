@@ -13,7 +13,7 @@ from torch import nn
 
 from fourfold.hf.packed_attention import packed_inputs
 from fourfold.mesh.grid import Grid
-from fourfold.parallel.loss import full_logits
+from fourfold.parallel.loss.cross_entropy import full_logits
 from fourfold.weights.api import evaluating
 
 DOCUMENT_TOKENS = 8

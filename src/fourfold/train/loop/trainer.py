@@ -33,7 +33,7 @@ from fourfold.mesh.clock import Clock, clock_of
 from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
 from fourfold.parallel.dropout import seed_ranks
-from fourfold.parallel.loss import count_labels
+from fourfold.parallel.loss.cross_entropy import count_labels
 from fourfold.train.loop.model import build_model
 from fourfold.train.loop.optimizers import build_optimizer, learning_rate_factor, update
 from fourfold.train.loop.packing import check_documents_stay_apart

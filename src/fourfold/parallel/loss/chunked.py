@@ -26,10 +26,10 @@ from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives, Pending
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
-from fourfold.parallel.chunk_size import chunk_tokens
 from fourfold.parallel.layers import check_range
 from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.linear_op import Product
+from fourfold.parallel.loss.chunk_size import chunk_tokens
 from fourfold.weights.overlap import Overlap
 
 IGNORE_INDEX = -100

@@ -17,8 +17,8 @@ from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
-from fourfold.parallel.chunked_loss import IGNORE_INDEX, HeadLoss, LazyLogits, softmax_over_ranks
 from fourfold.parallel.layers import check_range
+from fourfold.parallel.loss.chunked import IGNORE_INDEX, HeadLoss, LazyLogits, softmax_over_ranks
 
 
 class _TokenLoss(torch.autograd.Function):

@@ -1,0 +1,93 @@
+"""Blocks that are compiled: each is one graph, in which what is sent is part of an operator (`product_operator.py`).
+
+The first forward runs as it is: it finds which linears share an input, and that attention reads nothing but the shape of its input.
+Recomputation is part of the graph: Inductor drops from it what backward does not need. Blocks that are alike share a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from fourfold.mesh.kept import OPERATORS
+from fourfold.mesh.operators import register
+from fourfold.parallel.linear import Linear4D
+from fourfold.parallel.options import ActivationCheckpointing
+from fourfold.parallel.sequence import Tokens
+from fourfold.weights.fsdp2 import local_tensor
+
+BACKEND = "inductor"
+
+_kept = [torch.ops.fourfold.sharded_product.default, torch.ops.fourfold.all_reduce.default, *OPERATORS]
+_selective = functools.partial(create_selective_checkpoint_contexts, _kept)
+
+
+def compiled(
+    block: nn.Module,
+    name: str,
+    eager: Callable[..., Any],
+    checkpointing: ActivationCheckpointing,
+    tokens: Tokens | None,
+) -> Callable[..., Any]:
+    """The forward of a block as one graph, after a first one by ``eager``."""
+    inner = block.forward
+    recomputed = {"full": _recomputed, "selective": _partly_recomputed, "none": _run}[checkpointing]
+    traced = torch.compile(recomputed, fullgraph=True, dynamic=False, backend=BACKEND)
+    groups = list({m.group: None for m in block.modules() if isinstance(m, Linear4D)})
+    held = [
+        (m._parameters, key) for m in block.modules() for key, p in m._parameters.items() if p is not None
+    ]
+    is_ready = False
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_ready, groups
+        if not torch.is_grad_enabled() or not all(group.settled for group in groups):
+            return eager(hidden_states, *args, **kwargs)
+        if not is_ready:
+            groups = list({m.group: None for m in block.modules() if isinstance(m, Linear4D)})
+            for group in groups:
+                group.prepare_trace()
+                group.grid.collectives.number = register(group.grid.collectives)
+            is_ready = True
+        if tokens is not None:
+            tokens.traced_shape = tokens.shape
+            hidden_states = tokens.own(hidden_states, name)
+        # The graph is not run again as Python: what the trace of a recomputed forward changes in objects need not be changed twice.
+        once = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+        with once, _local_parameters(held):
+            return traced(inner, hidden_states, *args, **kwargs)
+
+    return forward
+
+
+@contextmanager
+def _local_parameters(held: Sequence[tuple[dict[str, Any], str]]) -> Iterator[None]:
+    """Inside, modules have plain local tensors instead of DTensors, which a graph would take apart at each call."""
+    before = [parameters[key] for parameters, key in held]
+    for (parameters, key), parameter in zip(held, before, strict=True):
+        if isinstance(parameter, DTensor):
+            parameters[key] = local_tensor(parameter)
+    try:
+        yield
+    finally:
+        for (parameters, key), parameter in zip(held, before, strict=True):
+            parameters[key] = parameter
+
+
+def _run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return inner(*args, **kwargs)
+
+
+def _recomputed(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+
+def _partly_recomputed(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(inner, *args, use_reentrant=False, context_fn=_selective, **kwargs)
