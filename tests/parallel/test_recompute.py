@@ -150,3 +150,39 @@ def test_the_output_that_only_the_next_block_reads_is_not_sent_again(pool: RankP
     assert pool.run(last_products, 2, (1, 1, 1, 2), "llama") == [(1, 1)] * 2
     # Here a norm follows, whose backward needs it.
     assert pool.run(last_products, 2, (1, 1, 1, 2), "gemma2") == [(1, 2)] * 2
+
+
+class _Aside(nn.Module):
+    """A block's MLP that puts something aside that it computes from its output."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.aside: list[Tensor] = []
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        output: Tensor = self.inner(hidden_states)
+        self.aside.append(output.square().sum())
+        return output
+
+
+def put_aside() -> None:
+    grid = Grid.create((1, 1, 1, 2))
+    ids = batch(2, 16)[0]
+    found = []
+    for checkpointing in ("none", "full", "selective"):
+        model = build("llama")
+        ff.parallelize(
+            model, grid, activation_checkpointing=checkpointing, weights="fsdp2", activations="replicated"
+        )
+        layer: Any = model.model.layers[0]
+        layer.mlp = _Aside(layer.mlp)
+        loss = model(input_ids=ids, labels=ids).loss
+        (loss + layer.mlp.aside[0]).backward()
+        found.append([p.grad._local_tensor.clone() for p in model.parameters()])  # type: ignore[union-attr]
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+
+
+def test_an_output_that_something_else_needs_is_computed_again(pool: RankPool) -> None:
+    pool.run(put_aside, 2)

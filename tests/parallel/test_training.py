@@ -445,3 +445,40 @@ def test_an_output_in_which_fsdp2_finds_no_tensor_is_rejected(pool: RankPool) ->
             "LlamaForCausalLM returns a SimpleNamespace, in which FSDP2 finds no tensor"
         )
         assert "weights='streamed'" in message
+
+
+class _TwoHeads(nn.Module):
+    """Each micro-batch uses one of two linears of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        loss: Tensor = self.heads[which](x).square().sum()
+        return loss
+
+
+def use_in_turns(weights: Any) -> None:
+    grid = Grid.create((2, 1, 1, 1))
+    x = torch.arange(8.0).view(2, 4)
+    right = _TwoHeads()
+    for which in ("a", "b"):
+        right(x, which).backward()
+    model = _TwoHeads()
+    ff.parallelize(model, grid, weights=weights, accumulation="sharded")
+    own = x[grid.local_rows(2)]
+    with ff.no_sync(model):
+        model(own, "a").backward()
+    model(own, "b").backward()
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        expected = right.get_parameter(name).grad
+        assert expected is not None
+        torch.testing.assert_close(getattr(gradient, "_local_tensor", gradient), expected)
+
+
+@pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
+def test_micro_batches_that_use_different_parameters_are_added_up(pool: RankPool, weights: str) -> None:
+    pool.run(use_in_turns, 2, weights)

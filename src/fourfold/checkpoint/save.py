@@ -118,7 +118,7 @@ class Checkpoints:
         return self._on_rank_0(lambda: commit.steps(self.root))
 
     def close(self) -> None:
-        """Wait for the last save, and destroy the process group."""
+        """Wait for the last save, and destroy its own process group; that of the run stays."""
         try:
             self.wait()
         finally:

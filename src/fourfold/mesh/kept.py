@@ -55,6 +55,7 @@ class BlockResults:
     def __init__(self, name: str, *, is_selective: bool) -> None:
         self._name, self.is_selective = name, is_selective
         self.is_again = False
+        self.is_empty = False  # the latest result has no values
         self._kept: list[Any] = []
         self._omitted = -1
         self._stock_output: tuple[int, Any] = (
@@ -77,7 +78,8 @@ class BlockResults:
         index, self._next = self._next, self._next + 1
         if not self.is_again:
             return None
-        if index == self._omitted:
+        self.is_empty = index == self._omitted
+        if self.is_empty:
             return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._last]
         return [self._unchanged(*kept) for kept in self._take(index)] if self.is_selective else None
 

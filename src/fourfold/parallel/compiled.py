@@ -24,6 +24,7 @@ from fourfold.parallel.sequence import Tokens
 from fourfold.weights.fsdp2 import local_tensor
 
 BACKEND = "inductor"
+MOST_SHAPES = 4  # each is another graph; with more of them blocks run as they are
 
 _kept = [torch.ops.fourfold.sharded_product.default, torch.ops.fourfold.all_reduce.default, *OPERATORS]
 _selective = functools.partial(create_selective_checkpoint_contexts, _kept)
@@ -45,11 +46,16 @@ def compiled(
         (m._parameters, key) for m in block.modules() for key, p in m._parameters.items() if p is not None
     ]
     is_ready = False
+    shapes: set[tuple[torch.Size, ...]] = set()
 
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_ready, groups
         if not torch.is_grad_enabled() or not all(group.settled for group in groups):
-            return eager(hidden_states, *args, **kwargs)
+            return eager(*args, **kwargs)
+        if len(shapes) <= MOST_SHAPES:
+            shapes.add(tuple(a.shape for a in (*args, *kwargs.values()) if isinstance(a, Tensor)))
+        if len(shapes) > MOST_SHAPES or (tokens is not None and not args):
+            return eager(*args, **kwargs)
         if not is_ready:
             groups = list({m.group: None for m in block.modules() if isinstance(m, Linear4D)})
             for group in groups:
@@ -58,11 +64,11 @@ def compiled(
             is_ready = True
         if tokens is not None:
             tokens.traced_shape = tokens.shape
-            hidden_states = tokens.own(hidden_states, name)
+            args = (tokens.own(args[0], name), *args[1:])
         # The graph is not run again as Python: what the trace of a recomputed forward changes in objects need not be changed twice.
         once = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
         with once, _local_parameters(held):
-            return traced(inner, hidden_states, *args, **kwargs)
+            return traced(inner, *args, **kwargs)
 
     return forward
 

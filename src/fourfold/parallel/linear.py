@@ -88,6 +88,7 @@ class FusedLinearGroup:
         self._traced = _Traced()
         self._product: Product | None = None
         self._number = -1  # of the product as an operator
+        self._operator: Product | None = None
         self.settled = False
 
     def __call__(self, member: Linear4D, input: Tensor) -> Tensor:
@@ -115,15 +116,16 @@ class FusedLinearGroup:
     def traced(self, member: Linear4D, input: Tensor) -> Tensor:
         """The same in a block that is compiled, after a first forward: the product is one operator."""
         mine, members = self._traced, self.members
-        if mine.input is not input:
+        place = members.index(member) if len(members) > 1 else 0
+        if mine.input is not input or mine.results[place] is None:  # also if it is called twice
             own = input
             if self.tokens is not None:
                 own = self.tokens.traced_own(input)
             weights = [block for m in members for block in m.local("weight")]
             shapes = [self.output_shape(own, m, self._product) for m in members]  # type: ignore[arg-type]
-            mine.results = list(traced_product(own, self._number, shapes, weights))
+            assert self._operator is not None
+            mine.results = list(traced_product(own, self._operator, self._number, shapes, weights))
             mine.input = input
-        place = members.index(member) if len(members) > 1 else 0
         output = mine.results[place]
         assert output is not None
         mine.results[place] = None
@@ -134,7 +136,7 @@ class FusedLinearGroup:
     def prepare_trace(self) -> None:
         """Name the product as an operator; the members are settled."""
         self._product = self._product or self._product_of(self.members)
-        self._number = register(self._product)
+        self._number, self._operator = register(self._product)
 
     def settle(self) -> None:
         """A forward is over: drop unused results; after the first, remove members that were never called."""

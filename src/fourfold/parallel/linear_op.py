@@ -206,6 +206,14 @@ def sharded_product(
         tuple[Tensor, ...],
         _ShardedProduct.apply(input, product, shapes, deferred, *weights),  # type: ignore[no-untyped-call]
     )
+    results = block_results()
+    if results is not None and results.is_again and results.is_empty:
+        # Backward needs more than the input: the block has put something that it computed from the output elsewhere.
+        results.is_empty = False
+        with torch.no_grad():
+            full = gathered_input(product, input.reshape(-1, input.shape[-1]))
+            for output, values in zip(outputs, _computed(product, full, shapes, weights), strict=True):
+                output.copy_(values)
     if interleaving is None or not product.gathers_gradients:
         return outputs
     interleaving.begin_section()

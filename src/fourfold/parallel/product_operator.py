@@ -5,32 +5,41 @@ What overlaps inside the product still does: chunks of the outputs, the gradient
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from fourfold.parallel.linear_op import Product, gathered_input, multiplied, outputs_of, product_gradients
 
-_products: list[Product] = []
+_products: WeakValueDictionary[int, Product] = WeakValueDictionary()
+_numbers = itertools.count()
 
 
-def register(product: Product) -> int:
-    """A number for a product; the same for those of blocks that are alike, so that they share a graph."""
+def register(product: Product) -> tuple[int, Product]:
+    """A number for a product, the same for those of blocks that are alike, so that they share a graph; valid while that product is held."""
     parts = ["*" if part.isdecimal() else part for part in product.name.split(".")]
     alike = replace(product, name=".".join(parts), defers=False)
-    if alike not in _products:
-        _products.append(alike)
-    return _products.index(alike)
+    for number, known in _products.items():
+        if known == alike:
+            return number, known
+    number = next(_numbers)
+    _products[number] = alike
+    return number, alike
 
 
 def traced_product(
-    input: Tensor, number: int, shapes: Sequence[tuple[int, ...]], weights: Sequence[Tensor]
+    input: Tensor,
+    product: Product,
+    number: int,
+    shapes: Sequence[tuple[int, ...]],
+    weights: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The output of each member, while Dynamo traces."""
-    product = _products[number]
+    """The output of each member of a registered product, while Dynamo traces."""
     memory = sharded_product(input, weights, number)[:-1]
     tokens = input.shape[:-1].numel() * (product.out_ranks if product.enter == "tokens" else 1)
     return outputs_of(product, memory, product.widths(weights), tokens, shapes)

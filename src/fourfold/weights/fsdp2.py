@@ -115,6 +115,8 @@ class Fsdp2Weights:
         module.set_custom_all_gather(_ObservedAllGather(self._collectives))
         module.set_custom_reduce_scatter(_ObservedReduceScatter(self._collectives))
         if self._collectives.size("data") > 1:
+            # What a micro-batch does not use has zeros, so that the shards of all of them have one layout.
+            module.set_reduce_scatter_unused_params(self._accumulation == "sharded")
             module.set_all_reduce_hook(functools.partial(self._reduce_over_data, module))
 
     def _reduce_over_data(self, module: FSDPModule, gradient: Tensor) -> None:
@@ -125,6 +127,8 @@ class Fsdp2Weights:
             else:
                 self._accumulated[module] = gradient.clone()
             gradient.zero_()
+            if gradient.is_cuda:
+                gradient.record_stream(torch.cuda.current_stream())  # as below
             return
         if (earlier := self._accumulated.pop(module, None)) is not None:
             gradient += earlier
