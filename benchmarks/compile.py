@@ -26,7 +26,7 @@ import fourfold as ff
 from benchmarks.measure import Times, batch, interleaved, llama, ratio, stepper
 from benchmarks.ranks import RankPool
 from fourfold import Grid
-from fourfold.parallel.options import ActivationCheckpointing
+from fourfold.parallel.checkpointing import ActivationCheckpointing
 
 Shape = tuple[int, int, int, int]
 GRIDS = "1,1,1,1 1,2,1,1 1,1,1,2 1,1,2,1"

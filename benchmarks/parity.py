@@ -30,9 +30,10 @@ from fourfold.mesh.axes import Axis, factorisations
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
 from fourfold.parallel import compiled, layers
+from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.linear_op import Cut, Product
 from fourfold.parallel.loss import cross_entropy as loss
-from fourfold.parallel.options import ActivationCheckpointing, ActivationsWanted
+from fourfold.parallel.options import ActivationsWanted
 from fourfold.selftest import (
     EPS,
     GRADIENT_BAR,

@@ -10,7 +10,7 @@ from fourfold.config.schema import RunConfig
 from fourfold.launch.world import world_of
 from fourfold.planner.inputs import cluster
 from fourfold.planner.search import RESERVE, memory_limit_bytes
-from fourfold.train.auto_layout import fit_into_memory
+from fourfold.train.memory_fit import fit_into_memory
 from tests.documented import ROOT, check
 
 CONFIGS = sorted((ROOT / "examples").glob("*.toml"))

@@ -23,6 +23,7 @@ from fourfold.planner.inputs.layout import Layout
 from fourfold.processes import CONTINUE
 from fourfold.train.auto_layout import (
     choose_layout,
+    plan_options,
     resume_or_choose_layout,
     with_layout,
     without_layout,
@@ -137,6 +138,8 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
             "engine": {"keep_weights_bytes": 4096},
         }
     )
+    assert plan_options(given)["keep_bytes"] == 4096
+    assert plan_options(run)["keep_bytes"] is None
     for ranks in (1, 2, 8):
         small = choose_layout(given, ranks, simulate=0, quiet=True)
         assert (small.batch.micro_batch_sequences, small.engine.keep_weights_bytes) == (1, 4096)

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from fourfold.mesh.axes import factorisations
+from fourfold.parallel.checkpointing import KINDS
 from fourfold.planner.cost.step import Prices
 from fourfold.planner.inputs.cluster import preset
-from fourfold.planner.inputs.layout import KINDS, Layout
+from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.search import RESERVE, search, why_not_grid
 from tests.planner.cost.estimates import estimate
@@ -93,6 +94,16 @@ def test_token_sharding_is_searched_or_left_out():
     )
     assert {(e.layout.by_tokens, e.layout.keep_inputs) for e in alone.ranked if e.layout.x * e.layout.y > 1} == {
         (True, False)}  # fmt: skip
+
+
+def test_the_given_size_of_kept_weights_is_planned_for():
+    def kept(**options):
+        plan = search(Prices(SMALL, CLUSTER, 1024), 16, 32, weights="streamed", **options)
+        return {e.layout.keep_bytes for e in plan.ranked if e.layout.z > 1}
+
+    assert len(kept()) > 1
+    assert kept(keep_bytes=4096) == {4096}
+    assert kept(keep_bytes=0) == {0}
 
 
 def test_tokens_that_do_not_divide_are_named():

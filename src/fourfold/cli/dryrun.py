@@ -103,8 +103,8 @@ def run(options: argparse.Namespace) -> int:
         rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1])
         values["micro_batches"] = max(1, rows // (config.batch.micro_batch_sequences or rows or 1))
     chosen = {name: values.get(name, getattr(engine, name)) for name in EngineSection.model_fields}
-    if "auto" in (chosen["activation_checkpointing"], chosen["accumulation"]):
-        chosen |= _that_fit(config, where, values, engine.model_copy(update=chosen), options)
+    if (asked := engine.model_copy(update=chosen)).is_open:
+        chosen |= _that_fit(config, where, values, asked, options)
     result = dryrun(
         find_model_config(where),
         values["grid"],
@@ -176,7 +176,7 @@ def _that_fit(
 ) -> dict[str, Any]:
     """What a run on devices of that memory would choose."""
     from fourfold.planner.inputs import cluster as clusters
-    from fourfold.train.auto_layout import fields_that_fit
+    from fourfold.train.memory_fit import fields_that_fit
     from fourfold.untrusted_input import find_model_config
 
     gib = options.memory

@@ -180,6 +180,10 @@ class BatchSection(Section):
 CHOSEN_ALONG = frozenset({"keep_inputs", "keep_weights_bytes"})
 
 
+# Engine fields that are chosen by the memory of a device, if they are "auto".
+BY_MEMORY = ("activation_checkpointing", "checkpointed_blocks", "accumulation")
+
+
 class EngineSection(Section):
     """How a step is computed; results equal those of one process for every setting."""
 
@@ -201,6 +205,11 @@ class EngineSection(Section):
     """With streamed weights: bytes of gathered weights kept for backward instead of re-gathering them."""
     accumulation: Literal["auto", "whole", "sharded"] = "auto"
     """Gradients of several micro-batches: added up whole on each z rank and reduced once, or reduced over z in each micro-batch, which needs less memory; auto: whole if it fits."""
+
+    @property
+    def is_open(self) -> bool:
+        """Is something left to the memory of the devices?"""
+        return "auto" in (self.activation_checkpointing, self.accumulation)
 
     def without_auto(self) -> EngineSection:
         """Nothing is recomputed, and gradients are added up whole, where the fields leave it to the memory of a device."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,18 +39,13 @@ from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
 from fourfold.optim.muon import ShardedMuon, split_matrices
 from fourfold.optim.sharded_optimizer import sharded_optimizer
+from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
 from fourfold.parallel.loss.cross_entropy import count_labels
-from fourfold.parallel.options import (
-    ActivationCheckpointing,
-    ActivationsWanted,
-    Options,
-    checkpointing_of,
-)
+from fourfold.parallel.options import Options
 from fourfold.parallel.parallelize import arrange
 from fourfold.parallel.report import Report
-from fourfold.weights.api import Accumulation, Precision, Weights, backend_of, evaluating, no_sync
+from fourfold.weights.api import Precision, backend_of, evaluating, no_sync
 from fourfold.weights.fsdp2 import Fsdp2Weights
-from fourfold.weights.overlap import Overlap
 
 
 @dataclass(frozen=True)
@@ -95,26 +89,20 @@ def dryrun(
     sequences: int,
     length: int,
     micro_batches: int = 1,
-    roles: Mapping[str, str] | None = None,
-    precision: Precision = "bf16",
-    activations: ActivationsWanted = "auto",
-    activation_checkpointing: ActivationCheckpointing = "none",
-    checkpointed_blocks: int | None = None,
-    weights: Weights = "auto",
-    accumulation: Accumulation = "whole",
-    overlap: Overlap | None = None,
     attention: Attention = "varlen",
     optimizer: Literal["adamw", "muon"] = "adamw",
     target: str = "cuda",
     rank: int = 0,
     trace_all: bool = False,
+    precision: Precision = "bf16",
+    **options_of_parallelize: Any,
 ) -> DryRun:
     """A training step of one rank of a grid, on no device: forward, backward, clipping, AdamW or Muon.
 
     ``model`` is built on ``meta``, or a Hugging Face configuration or its dict, or the path of its ``config.json``. ``sequences``
     of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
     ``target`` devices. ``attention`` is that of packed documents, as in a run config; "varlen" also holds for rows that are not
-    packed. If many blocks are alike, only a few are traced, and three of the micro-batches, unless ``trace_all``. Raises
+    packed. The other options are those of `parallelize`. If many blocks are alike, only a few are traced, and three of the micro-batches, unless ``trace_all``. Raises
     what the real start would raise.
 
     Example:
@@ -128,16 +116,9 @@ def dryrun(
     if note and not is_masked:
         # Without documents, which a dry run does not know, it is stock attention.
         set_attention(module, "sdpa")
-    options = Options(
-        roles,
-        precision,
-        activations,
-        activation_checkpointing,
-        checkpointed_blocks,
-        weights,
-        accumulation,
-        overlap or Overlap(),
-    )
+    options = Options(precision=precision, **options_of_parallelize)
+    if options.compile:
+        raise ValueError("a dry run follows blocks operator by operator, not compile=True; use compile=False")
     with fake_grid(shape, rank=rank, target=target) as grid:
         rows = grid.local_rows(sequences)
         own = rows.stop - rows.start
@@ -164,16 +145,16 @@ def dryrun(
                 ) from None
 
         # Muon redistributes matrices of several blocks together: its step does not grow block by block.
-        is_periodic = not (overlap and overlap.keep_bytes) and optimizer == "adamw"
+        is_periodic = not options.overlap.keep_bytes and optimizer == "adamw"
         repeated = None if trace_all or not is_periodic else find_repeated(module)
-        kinds = checkpointing_of(options, len(find_blocks(module)))
         # Blocks of two kinds of recomputation are two lists of like blocks.
-        lists = [(kind, len(list(of_kind))) for kind, of_kind in itertools.groupby(kinds)]
-        if repeated is not None and len(lists) > 1 and (repeated.period, repeated.length) != (1, len(kinds)):
+        blocks = len(find_blocks(module))
+        lists = by_blocks(options.activation_checkpointing, options.checkpointed_blocks, blocks)
+        if repeated is not None and len(lists) > 1 and (repeated.period, repeated.length) != (1, blocks):
             repeated = None
         if repeated is not None:
             if len(lists) == 1:
-                lists = [(kinds[0], repeated.length)]
+                lists = [(lists[0][0], repeated.length)]
             try:
                 trace, report = _expanded(module, repeated, [], lists, run)
                 return DryRun(shape, trace, report, (repeated.traced * len(lists), repeated.length), left_out)

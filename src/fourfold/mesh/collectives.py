@@ -14,11 +14,13 @@ CUDA event.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -153,11 +155,17 @@ class Pending:
 _DONE = Pending()
 
 
+by_number: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
 class Collectives:
     """The collectives of one grid."""
 
     def __init__(self, mesh: DeviceMesh, target: str) -> None:
-        self.number = -1  # as operators of a compiled block know it (`operators.py`)
+        # The operators of a compiled block take tensors and numbers (`operators.py`).
+        self.number = next(_numbers)
+        by_number[self.number] = self
         self._sizes = dict(zip(cast(tuple[str, ...], mesh.mesh_dim_names), mesh.shape, strict=True))
         self._groups = {axis: mesh.get_group(axis) for axis, size in self._sizes.items() if size > 1}
         self.clock = clock_of(mesh.device_type)

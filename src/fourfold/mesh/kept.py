@@ -58,10 +58,8 @@ class BlockResults:
         self.is_empty = False  # the latest result has no values
         self._kept: list[Any] = []
         self._omitted = -1
-        self._stock_output: tuple[int, Any] = (
-            -1,
-            None,
-        )  # of the latest function of stock modules, in forward
+        # Place and output of the latest function of stock modules, in forward.
+        self._stock_output: tuple[int, Any] = (-1, None)
         self._last: list[tuple[torch.Size, torch.dtype]] = []
         self._next = 0
 

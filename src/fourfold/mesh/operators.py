@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from fourfold.mesh.axes import Axis
-from fourfold.mesh.collectives import Collectives, Purpose
-
-# An operator takes tensors and numbers: these stand for the collectives of a grid.
-_by_number: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def register(collectives: Collectives) -> int:
-    """A number for the collectives of a grid."""
-    found = next((number for number, known in _by_number.items() if known is collectives), None)
-    if found is None:
-        found = next(_numbers)
-        _by_number[found] = collectives
-    return found
+from fourfold.mesh.collectives import Purpose, by_number
 
 
 @torch.library.custom_op("fourfold::all_reduce", mutates_args=())
 def all_reduce(tensor: Tensor, collectives: int, axis: str, purpose: str) -> Tensor:
     # Without the name of a module, by which blocks that are alike would differ.
     total = tensor.clone(memory_format=torch.contiguous_format)
-    _by_number[collectives].all_reduce(total, cast(Axis, axis), cast(Purpose, purpose)).wait()
+    by_number[collectives].all_reduce(total, cast(Axis, axis), cast(Purpose, purpose)).wait()
     return total
 
 

@@ -1,6 +1,6 @@
 """Blocks that are compiled: each is one graph, in which what is sent is part of an operator (`product_operator.py`).
 
-The first forward runs as it is: it finds which linears share an input, and that attention reads nothing but the shape of its input.
+Where modules are sharded, the first forward runs as it is: it finds which linears share an input, and that attention reads nothing but the shape of its input.
 Recomputation is part of the graph: Inductor drops from it what backward does not need. Blocks that are alike share a graph.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,14 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fourfold.mesh.kept import OPERATORS
-from fourfold.mesh.operators import register
+from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.linear import Linear4D
-from fourfold.parallel.options import ActivationCheckpointing
 from fourfold.parallel.sequence import Tokens
 from fourfold.weights.fsdp2 import local_tensor
 
 BACKEND = "inductor"
 MOST_SHAPES = 4  # each is another graph; with more of them blocks run as they are
+_SETTINGS = {
+    # The graph is not run again as Python: what the trace of a recomputed forward changes in objects need not be changed twice.
+    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+    "recompile_limit": 16 * MOST_SHAPES,  # of all kinds of blocks of a model
+}
 
 _kept = [torch.ops.fourfold.sharded_product.default, torch.ops.fourfold.all_reduce.default, *OPERATORS]
 _selective = functools.partial(create_selective_checkpoint_contexts, _kept)
@@ -36,38 +40,38 @@ def compiled(
     eager: Callable[..., Any],
     checkpointing: ActivationCheckpointing,
     tokens: Tokens | None,
+    inside: AbstractContextManager[None],
 ) -> Callable[..., Any]:
-    """The forward of a block as one graph, after a first one by ``eager``."""
+    """The forward of a block as one graph, after a first one by ``eager``; entered ``inside``."""
     inner = block.forward
     recomputed = {"full": _recomputed, "selective": _partly_recomputed, "none": _run}[checkpointing]
     traced = torch.compile(recomputed, fullgraph=True, dynamic=False, backend=BACKEND)
-    groups = list({m.group: None for m in block.modules() if isinstance(m, Linear4D)})
     held = [
         (m._parameters, key) for m in block.modules() for key, p in m._parameters.items() if p is not None
     ]
     is_ready = False
     shapes: set[tuple[torch.Size, ...]] = set()
 
+    def prepare() -> None:
+        nonlocal is_ready
+        groups = {m.group for m in block.modules() if isinstance(m, Linear4D)}
+        is_ready = all(group.settled for group in groups)
+        for group in groups if is_ready else ():
+            group.prepare_trace()
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_ready, groups
-        if not torch.is_grad_enabled() or not all(group.settled for group in groups):
+        if not is_ready:
+            prepare()
+        if not is_ready or not torch.is_grad_enabled():
             return eager(*args, **kwargs)
         if len(shapes) <= MOST_SHAPES:
             shapes.add(tuple(a.shape for a in (*args, *kwargs.values()) if isinstance(a, Tensor)))
         if len(shapes) > MOST_SHAPES or (tokens is not None and not args):
             return eager(*args, **kwargs)
-        if not is_ready:
-            groups = list({m.group: None for m in block.modules() if isinstance(m, Linear4D)})
-            for group in groups:
-                group.prepare_trace()
-                group.grid.collectives.number = register(group.grid.collectives)
-            is_ready = True
         if tokens is not None:
             tokens.traced_shape = tokens.shape
             args = (tokens.own(args[0], name), *args[1:])
-        # The graph is not run again as Python: what the trace of a recomputed forward changes in objects need not be changed twice.
-        once = torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
-        with once, _local_parameters(held):
+        with torch._dynamo.config.patch(_SETTINGS), inside, _local_parameters(held):
             return traced(inner, *args, **kwargs)
 
     return forward

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fourfold.parallel.checkpointing import ActivationCheckpointing, weaker
 from fourfold.weights.api import Accumulation, Precision, Weights, backend_of
 from fourfold.weights.overlap import Overlap
 
 # How activations are sharded; and what can be asked for: "auto" shards them by tokens too, where the model's code allows it.
 Activations = Literal["replicated", "sequence-parallel"]
 ActivationsWanted = Literal["auto", "replicated", "sequence-parallel"]
-# What backward computes again of a block, from nothing to all of it; selective: what takes little time.
-ActivationCheckpointing = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,11 @@ class Options:
     compile: bool = False
 
     @property
-    def weaker_checkpointing(self) -> ActivationCheckpointing:
-        """That of the blocks after the first ``checkpointed_blocks``."""
-        kinds: tuple[ActivationCheckpointing, ...] = get_args(ActivationCheckpointing)
-        return kinds[max(0, kinds.index(self.activation_checkpointing) - 1)]
-
-    @property
     def checkpointing_words(self) -> str:
-        if self.checkpointed_blocks is None or self.activation_checkpointing == "none":
-            return self.activation_checkpointing
-        return (
-            f"{self.activation_checkpointing} in the first {self.checkpointed_blocks} blocks, "
-            f"{self.weaker_checkpointing} in the others"
-        )
+        kind, count = self.activation_checkpointing, self.checkpointed_blocks
+        if count is None or kind == "none":
+            return kind
+        return f"{kind} in the first {count} blocks, {weaker(kind)} in the others"
 
     def __post_init__(self) -> None:
         for name, values in (
@@ -63,25 +54,6 @@ class Options:
             if given not in known:
                 *most, last = map(repr, known)
                 raise ValueError(f"{name} {given!r} is not supported; use {', '.join(most)} or {last}")
-
-
-def checkpointing_of(options: Options, blocks: int) -> list[ActivationCheckpointing]:
-    """What is recomputed of each block.
-
-    The first blocks are recomputed more, because backward comes to them last, when the activations of the others are freed.
-
-    Example:
-        >>> checkpointing_of(Options(activation_checkpointing="full", checkpointed_blocks=1), 3)
-        ['full', 'selective', 'selective']
-    """
-    kind, count = options.activation_checkpointing, options.checkpointed_blocks
-    if count is None:
-        return [kind] * blocks
-    if not 0 <= count <= blocks:
-        raise ValueError(
-            f"checkpointed_blocks={count} is not a number of the model's {blocks} blocks; use 0 to {blocks}"
-        )
-    return [kind] * count + [options.weaker_checkpointing] * (blocks - count)
 
 
 def check_model(model: nn.Module) -> None:

@@ -16,14 +16,13 @@ from fourfold.hf.roles import assign
 from fourfold.hf.safetensors_reader import CheckpointFiles
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_split
+from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
 from fourfold.parallel.loss.cross_entropy import chunk_loss, guard_loss
 from fourfold.parallel.options import (
-    ActivationCheckpointing,
     ActivationsWanted,
     Options,
     check_model,
-    checkpointing_of,
 )
 from fourfold.parallel.replace_modules import ModuleReplacement
 from fourfold.parallel.report import Decisions, Report, compose_report
@@ -70,8 +69,8 @@ def parallelize(
         accumulation: of the gradients of several micro-batches (`no_sync`): ``whole`` on each rank, reduced once, or ``sharded``, reduced
             over z in each micro-batch, which needs less memory.
         overlap: which communication overlaps with computation.
-        compile: compile each block by Inductor, as one graph; weights are FSDP2's then, and half-batches do not alternate.
         chunked_loss: compute the loss of ``labels`` by chunks of tokens, with only a chunk of the logits in memory.
+        compile: compile each block by Inductor, as one graph; weights are FSDP2's then, and half-batches do not alternate.
         checkpoint: a folder of safetensors.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 
@@ -141,7 +140,6 @@ def arrange(
     tokens = sequence.tokens if sequence else None
     replays = record_initialization(model, seed=seed) if seed is not None else {}
     dropout = Dropout(grid) if grid.x * grid.y > 1 and uses_dropout(model) else None
-
     if dropout is not None and options.compile:
         raise UnsupportedError(
             f"{model_name} has dropout, whose random numbers on x={grid.x}, y={grid.y} ranks are set between layers, which cannot be "
@@ -160,7 +158,9 @@ def arrange(
     # 4. Recomputation of activations and the bounds of random numbers, block by block.
     blocks = find_blocks(model)
     names = {module: name for name, module in model.named_modules()}
-    for block, kind in zip(blocks, checkpointing or checkpointing_of(options, len(blocks)), strict=True):
+    lists = by_blocks(options.activation_checkpointing, options.checkpointed_blocks, len(blocks))
+    kinds = checkpointing or [kind for kind, count in lists for _ in range(count)]
+    for block, kind in zip(blocks, kinds, strict=True):
         wrap_block(
             block,
             names[block],

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.kept import BlockResults
+from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.compiled import compiled
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.linear import FusedLinearGroup, Linear4D
 from fourfold.parallel.loss.chunked import HeadLoss
 from fourfold.parallel.loss.cross_entropy import LossGuard
-from fourfold.parallel.options import ActivationCheckpointing
 from fourfold.parallel.sequence import Tokens
 
 
@@ -104,18 +104,11 @@ def wrap_block(
                 dropout.leave()
 
     # Inside FSDP2's hooks, so that the block's weights are gathered in backward before it is recomputed.
-    run = _recomputed(name, forward, checkpointing)
     if tokens is not None:
         run = _with_own_tokens(name, tokens, forward, checkpointing)
-    if is_compiled:
-        graph = compiled(block, name, run, checkpointing, tokens)
-
-        @functools.wraps(inner)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with inside:
-                return graph(*args, **kwargs)
-
-    block.forward = run
+    else:
+        run = _recomputed(name, forward, checkpointing)
+    block.forward = compiled(block, name, run, checkpointing, tokens, inside) if is_compiled else run
     if dropout is not None:
         # The checkpoint restores the shared state, so a block has to start with it.
         block.register_forward_pre_hook(lambda *_: dropout.leave())

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.progress import track
 
 from fourfold.mesh.axes import divisors, factorisations
+from fourfold.parallel.checkpointing import KINDS, ActivationCheckpointing
 from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.dry_run_estimate import Job, describe, schedule_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import KINDS, Accumulation, Activations, Checkpointing, Layout
+from fourfold.planner.inputs.layout import ACCUMULATION, Accumulation, Activations, Layout
 from fourfold.planner.search import RESERVE, Plan, Rejected, memory_limit_bytes, search, too_large
 from fourfold.planner.workers import for_all, simulate_layout
 
@@ -39,11 +40,12 @@ def plan(
     weights: Literal["fsdp2", "streamed"] | None = None,
     precision: Literal["bf16", "fp32"] | None = None,
     optimizer: Optimizer = "adamw",
-    checkpointing: tuple[Checkpointing, ...] = KINDS,
+    checkpointing: tuple[ActivationCheckpointing, ...] = KINDS,
     checkpointed_blocks: int | None = None,
     activations: Activations | None = None,
     keep_inputs: tuple[bool, ...] = (True, False),
-    accumulation: tuple[Accumulation, ...] = ("whole", "sharded"),
+    keep_bytes: int | None = None,
+    accumulation: tuple[Accumulation, ...] = ACCUMULATION,
     reserve: float = RESERVE,
     roles: Mapping[str, str] | None = None,
     dry_runs: int = 100,
@@ -93,6 +95,7 @@ def plan(
             checkpointed_blocks=checkpointed_blocks,
             activations=(activations,) if activations else ("replicated", "sequence-parallel"),
             keep_inputs=keep_inputs,
+            keep_bytes=keep_bytes,
             accumulation=accumulation,
             reserve=reserve,
         )
@@ -139,7 +142,7 @@ def _all_layouts(
     ranks: int,
     sequences: int,
     weights: Literal["fsdp2", "streamed"],
-    checkpointing: tuple[Checkpointing, ...],
+    checkpointing: tuple[ActivationCheckpointing, ...],
     activations: Activations,
 ) -> tuple[list[Layout], list[Rejected]]:
     """Every grid whose data and z divide the batch, few tensor ranks first, each with one micro-batch and as many as fit."""

@@ -9,14 +9,14 @@ from itertools import product
 from typing import Literal
 
 from fourfold.mesh.axes import divisors, factorisations
+from fourfold.parallel.checkpointing import KINDS, ActivationCheckpointing, weaker
 from fourfold.planner.cost.memory import WORK_BYTES, Memory
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import (
-    KINDS,
+    ACCUMULATION,
     Accumulation,
     Activations,
-    Checkpointing,
     Layout,
     undivided_axis,
 )
@@ -106,16 +106,17 @@ def search(
     global_batch_sequences: int,
     *,
     weights: Literal["fsdp2", "streamed"] = "fsdp2",
-    checkpointing: tuple[Checkpointing, ...] = KINDS,
+    checkpointing: tuple[ActivationCheckpointing, ...] = KINDS,
     checkpointed_blocks: int | None = None,
     activations: tuple[Activations, ...] = ("replicated", "sequence-parallel"),
     keep_inputs: tuple[bool, ...] = (True, False),
-    accumulation: tuple[Accumulation, ...] = ("whole", "sharded"),
+    keep_bytes: int | None = None,
+    accumulation: tuple[Accumulation, ...] = ACCUMULATION,
     reserve: float = RESERVE,
 ) -> Plan:
     """All layouts, the fastest first.
 
-    ``reserve`` is the part of the memory that is left free. Of the kinds of ``checkpointing`` each layout has as little as fits. Streamed weights are tried with none, half and all of them kept.
+    ``reserve`` is the part of the memory that is left free. Of the kinds of ``checkpointing`` each layout has as little as fits. Streamed weights are tried with none, half and all of them kept, unless ``keep_bytes`` says how much.
     Sequence-parallel ``activations`` are tried where there are tensor ranks, with gathered inputs that are kept and that are
     gathered again (``keep_inputs``). Gradients of several micro-batches are added up whole, and in shards. Grids with more than `_MOST_TENSOR_RANKS` on y and x together are skipped.
     """
@@ -132,7 +133,8 @@ def search(
             rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason))
             continue
         gathered_bytes = int(WORK_BYTES * workload.layers * prices.shard(y, x).block)
-        keeps = (0, gathered_bytes // 2, gathered_bytes) if weights == "streamed" and z > 1 else (0,)
+        keeps = (0, gathered_bytes // 2, gathered_bytes) if keep_bytes is None else (keep_bytes,)
+        keeps = keeps if weights == "streamed" and z > 1 else (0,)
         undivided = undivided_axis(length, y, x)
         # (activations, are gathered inputs kept)
         ways: list[tuple[Activations, bool]] = []
@@ -148,7 +150,7 @@ def search(
                 reason = f"{axis}={axis_ranks} does not divide the {length} tokens of a sequence, so they cannot be sharded"
                 rejected.append(Rejected(layout, reason))
             ways_to_add_up = accumulation if micro_batches > 1 and z > 1 else accumulation[:1]
-            for (kind, keeps_inputs), keep_bytes, adds_up in product(ways, keeps, ways_to_add_up):
+            for (kind, keeps_inputs), kept_bytes, adds_up in product(ways, keeps, ways_to_add_up):
                 layout = Layout(
                     data,
                     z,
@@ -156,7 +158,7 @@ def search(
                     x,
                     micro_batches,
                     "none",
-                    keep_bytes,
+                    kept_bytes,
                     weights,
                     kind,
                     keeps_inputs,
@@ -177,23 +179,23 @@ def search(
 
 def least_recomputed(
     layout: Layout,
-    kinds: Sequence[Checkpointing],
+    kinds: Sequence[ActivationCheckpointing],
     blocks: int,
     memory_of: Callable[[Layout], Memory],
     limit_bytes: float,
 ) -> tuple[Layout, Memory]:
     """The layout with as little recomputation, of these kinds, as fits into the memory; with the most of it if none fits."""
 
-    def with_kind(kind: Checkpointing, count: int | None) -> tuple[Layout, Memory]:
+    def with_kind(kind: ActivationCheckpointing, count: int | None) -> tuple[Layout, Memory]:
         found = replace(layout, activation_checkpointing=kind, checkpointed_blocks=count)
         return found, memory_of(found)
 
-    for weaker, kind in zip([None, *kinds], kinds, strict=False):
+    for before, kind in zip([None, *kinds], kinds, strict=False):
         given = layout.checkpointed_blocks
         best = with_kind(kind, given)
         if best[1].total_bytes > limit_bytes:
             continue
-        if given is None and weaker is not None and KINDS.index(weaker) == KINDS.index(kind) - 1:
+        if given is None and before is not None and before == weaker(kind):
             # All blocks of the weaker kind are too much, all of this one fit: as few of them as possible.
             too_few, enough = 0, blocks
             while enough - too_few > 1:

@@ -9,7 +9,6 @@ ranks keeps the layout of the newest checkpoint, without waiting for the planner
 
 from __future__ import annotations
 
-from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +17,12 @@ from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.manifest import CorruptCheckpointError
 from fourfold.checkpoint.state import read_values
 from fourfold.config.run_file import from_dict
-from fourfold.config.schema import CHOSEN_ALONG, EngineSection, RunConfig, UndividedEvaluation
+from fourfold.config.schema import BY_MEMORY, CHOSEN_ALONG, RunConfig, UndividedEvaluation
 from fourfold.mesh.axes import divisors
-from fourfold.planner.cost.memory import Memory, memory
-from fourfold.planner.inputs.layout import KINDS, Accumulation, Checkpointing, Layout, undivided_axis
-from fourfold.planner.search import RESERVE, least_recomputed
+from fourfold.parallel.checkpointing import KINDS
+from fourfold.planner.inputs.layout import ACCUMULATION, Layout
 
 if TYPE_CHECKING:
-    from fourfold.planner.cost.optimizer import Optimizer
     from fourfold.planner.cost.step import Estimate
     from fourfold.planner.search import Plan
 
@@ -37,10 +34,7 @@ MICRO_BATCH_TOKENS = 8192
 _INPUTS = attrgetter(
     "grid.cluster", "model", "sequences", "data.sequence_length", "engine.precision", "optimizer.name"
 )
-
-
-# Fields that are chosen by the memory of a device.
-_BY_MEMORY = ("activation_checkpointing", "checkpointed_blocks", "accumulation")
+_CHECKPOINTING = attrgetter("activation_checkpointing", "checkpointed_blocks")
 
 
 def resume_or_choose_layout(
@@ -85,7 +79,7 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
         and run.engine.accumulation in ("auto", before.engine.accumulation)
         and (
             run.engine.activation_checkpointing == "auto"
-            or all(getattr(run.engine, name) == getattr(before.engine, name) for name in _BY_MEMORY[:2])
+            or _CHECKPOINTING(run.engine) == _CHECKPOINTING(before.engine)
         )
         and (not is_sharded or run.engine.activations in ("auto", before.engine.activations))
         and run.batch.micro_batch_sequences in (None, before.batch.micro_batch_sequences)
@@ -97,7 +91,7 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
     )
     if not is_same:
         return None
-    names = (*CHOSEN_ALONG, *_BY_MEMORY, "weights", "activations")
+    names = (*CHOSEN_ALONG, *BY_MEMORY, "weights", "activations")
     chosen = {name: getattr(before.engine, name) for name in names}
     rows = before.batch.micro_batch_sequences
     found = _with_sections(run, batch={"micro_batch_sequences": rows}, engine=chosen)
@@ -155,110 +149,19 @@ def all_on_z(run: RunConfig, ranks: int) -> RunConfig:
     )
 
 
-def is_open(run: RunConfig) -> bool:
-    """Does the run config leave something to the memory of the devices?"""
-    return "auto" in (run.engine.activation_checkpointing, run.engine.accumulation)
-
-
-def fit_into_memory(run: RunConfig, device_bytes: float | None, target: str) -> RunConfig:
-    """The run, which has a grid, with as little recomputation as fits into a device, and with gradients whole if they fit.
-
-    Nothing is recomputed if the memory of the device, or of the model, is not known. What the run config sets stays.
-    """
-    if not is_open(run):
-        return run
-    from fourfold.train.loop.model import model_config
-
-    rows = run.sequences // (run.shape[0] * run.shape[1])
-    micro_batches = -(-rows // (run.batch.micro_batch_sequences or rows))
-    chosen = fields_that_fit(
-        model_config(run.model) if device_bytes else None,
-        run.shape,
-        run.engine,
-        (rows // micro_batches, run.data.sequence_length, micro_batches),
-        run.optimizer.name,
-        device_bytes,
-        target,
-    )
-    return _with_sections(run, engine=chosen)
-
-
-def fields_that_fit(
-    model: Any,
-    shape: tuple[int, int, int, int],
-    engine: EngineSection,
-    batch: tuple[int, int, int],
-    optimizer: Optimizer,
-    device_bytes: float | None,
-    target: str,
-) -> dict[str, Any]:
-    """The fields of [engine] that say what is recomputed on a grid, and how gradients are added up.
-
-    ``model`` is a configuration, ``batch`` the (sequences, length) of a rank's micro-batch and the number of them. What the
-    engine leaves open is as a run on ``target`` devices chooses it.
-    """
-    from fourfold.planner.dry_run_estimate import describe
-
-    _, workload = describe(model) if device_bytes else (None, None)
-    kinds: tuple[Checkpointing, ...] = KINDS
-    if engine.activation_checkpointing != "auto":
-        kinds = (engine.activation_checkpointing,)
-    if workload is None or device_bytes is None:
-        settled = engine.without_auto()
-        return {name: getattr(settled, name) for name in _BY_MEMORY}
-    *_, y, x = shape
-    rows, length, micro_batches = batch
-    is_cut = x * y > 1 and engine.activations != "replicated" and undivided_axis(length, y, x) is None
-    layout = Layout(
-        *shape,
-        micro_batches=micro_batches,
-        keep_bytes=engine.keep_weights_bytes,
-        weights=engine.weights if engine.weights != "auto" else "fsdp2" if target == "cuda" else "streamed",
-        activations="sequence-parallel" if is_cut else "replicated",
-        keep_inputs=engine.keep_inputs,
-        checkpointed_blocks=engine.checkpointed_blocks,
-    )
-    work_bytes = 2 if engine.precision == "bf16" else 4
-
-    def memory_of(tried: Layout) -> Memory:
-        return memory(workload, tried, rows * length, None, work_bytes, optimizer)
-
-    ways: list[Accumulation] = (
-        ["whole", "sharded"] if engine.accumulation == "auto" else [engine.accumulation]
-    )
-    limit_bytes = device_bytes * (1 - RESERVE)
-    tried = [
-        least_recomputed(replace(layout, accumulation=way), kinds, workload.layers, memory_of, limit_bytes)
-        for way in ways
-    ]
-
-    def cost(one: tuple[Layout, Memory]) -> tuple[bool, list[int]]:
-        found, peak = one
-        counts = dict(found.checkpointing_of(workload.layers))
-        return peak.total_bytes > limit_bytes, [counts.get(kind, 0) for kind in reversed(KINDS)]
-
-    best, _ = min(tried, key=cost)  # the first of those that recompute as little
-    return {name: getattr(best, name) for name in _BY_MEMORY}
-
-
 def plan_options(run: RunConfig) -> dict[str, Any]:
     """The arguments of `fourfold.plan` by which it considers what the run config leaves open."""
-    engine = run.engine
+    engine, checkpointing = run.engine, run.engine.activation_checkpointing
     return {
         "sequences": run.sequences,
         "length": run.data.sequence_length,
         "weights": engine.weights if engine.weights != "auto" else None,
         "precision": engine.precision,
         "optimizer": run.optimizer.name,
-        **(
-            {
-                "checkpointing": (engine.activation_checkpointing,),
-                "checkpointed_blocks": engine.checkpointed_blocks,
-            }
-            if engine.activation_checkpointing != "auto"
-            else {}
-        ),
-        **({"accumulation": (engine.accumulation,)} if engine.accumulation != "auto" else {}),
+        "checkpointing": KINDS if checkpointing == "auto" else (checkpointing,),
+        "checkpointed_blocks": engine.checkpointed_blocks,
+        "accumulation": ACCUMULATION if engine.accumulation == "auto" else (engine.accumulation,),
+        "keep_bytes": engine.keep_weights_bytes if _sets(run, "keep_weights_bytes") else None,
         "activations": engine.activations if engine.activations != "auto" else None,
         "keep_inputs": (engine.keep_inputs,) if _sets(run, "keep_inputs") else (True, False),
     }

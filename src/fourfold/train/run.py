@@ -17,9 +17,10 @@ from fourfold.config.schema import RunConfig
 from fourfold.mesh.agreements import broadcast_object
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.rendezvous import join_world, keep_ranks
-from fourfold.train.auto_layout import fit_into_memory, is_open, resume_or_choose_layout
+from fourfold.train.auto_layout import resume_or_choose_layout
 from fourfold.train.callbacks import callbacks_of
 from fourfold.train.loop.trainer import Callback, Trainer
+from fourfold.train.memory_fit import fit_into_memory
 from fourfold.train.recovery.stop import StopRequest, handling
 from fourfold.train.resilience.hang import LostRanks
 
@@ -82,7 +83,7 @@ def with_replica_logs(run: RunConfig) -> RunConfig:
 
 def resolve_layout(run: RunConfig) -> RunConfig:
     """The run with its layout; what the run config leaves open rank 0 chooses for all ranks."""
-    if not run.grid.auto and not is_open(run):
+    if not run.grid.auto and not run.engine.is_open:
         return run
     chosen: RunConfig | str = ""
     if dist.get_rank() == 0:

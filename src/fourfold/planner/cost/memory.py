@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.loss.chunk_size import chunk_tokens
 from fourfold.planner.cost.optimizer import (
     ADAMW_STATE_BYTES,
@@ -20,7 +21,7 @@ from fourfold.planner.cost.optimizer import (
     muon_matrices,
     muon_step_bytes,
 )
-from fourfold.planner.inputs.layout import Checkpointing, Layout
+from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import Workload
 
 MASTER_BYTES = 4
@@ -179,7 +180,9 @@ class _InWork(NamedTuple):
     is_in_mlp: bool  # the most in the MLP, or after it
 
 
-def _in_work(w: Workload, layout: Layout, tokens: float, kind: Checkpointing, work_bytes: int) -> _InWork:
+def _in_work(
+    w: Workload, layout: Layout, tokens: float, kind: ActivationCheckpointing, work_bytes: int
+) -> _InWork:
     if kind == "selective":
         layout = replace(layout, keep_inputs=False)
     hidden_read, ffn_read = tokens * w.hidden / layout.y, tokens * w.ffn / layout.x

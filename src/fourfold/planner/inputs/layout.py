@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks, weaker
+
 Activations = Literal["replicated", "sequence-parallel"]
 Accumulation = Literal["whole", "sharded"]
-Checkpointing = Literal["none", "selective", "full"]
-KINDS: tuple[Checkpointing, ...] = get_args(Checkpointing)
+ACCUMULATION: tuple[Accumulation, ...] = get_args(Accumulation)
 
 
 def undivided_axis(length: int, y: int, x: int) -> tuple[str, int] | None:
@@ -32,7 +33,7 @@ class Layout:
     y: int
     x: int
     micro_batches: int = 1
-    activation_checkpointing: Checkpointing = "none"
+    activation_checkpointing: ActivationCheckpointing = "none"
     keep_bytes: int = 0  # of gathered weights that are kept for backward instead of gathered twice
     weights: Literal["fsdp2", "streamed"] = "fsdp2"
     # Activations on the ranks of the second tensor axis: replicated, or sharded by tokens.
@@ -59,18 +60,9 @@ class Layout:
     def by_tokens(self) -> bool:
         return self.activations == "sequence-parallel"
 
-    def checkpointing_of(self, blocks: int) -> list[tuple[Checkpointing, int]]:
-        """(kind, number of blocks), from the first block to the last.
-
-        Example:
-            >>> Layout(1, 8, 1, 1, activation_checkpointing="full", checkpointed_blocks=10).checkpointing_of(32)
-            [('full', 10), ('selective', 22)]
-        """
-        kind, count = self.activation_checkpointing, self.checkpointed_blocks
-        if count is None or count >= blocks or kind == "none":
-            return [(kind, blocks)]
-        weaker = (KINDS[KINDS.index(kind) - 1], blocks - count)
-        return [(kind, count), weaker] if count else [weaker]
+    def checkpointing_of(self, blocks: int) -> list[tuple[ActivationCheckpointing, int]]:
+        """(kind, number of blocks), from the first block to the last."""
+        return by_blocks(self.activation_checkpointing, self.checkpointed_blocks, blocks)
 
     @property
     def checkpointing_words(self) -> str:
@@ -79,7 +71,7 @@ class Layout:
         kind, count = self.activation_checkpointing, self.checkpointed_blocks
         if count is None or kind == "none":
             return words[kind]
-        rest = words[KINDS[KINDS.index(kind) - 1]]
+        rest = words[weaker(kind)]
         return f"{count} blocks {words[kind]}" + (f", the others {rest}" if rest else "")
 
     @property
