@@ -1,7 +1,7 @@
 """How fast is the search, what does it choose where others have published their choice, and when does y pay?
 
 Layouts per second on one core, over the largest case. Then six well-known cases: the plan's best beside the published
-layout and figure, with replicated activations alone and with sequence-parallel ones offered as well. Then the cases at the limit
+layout and figure, with replicated activations alone, with sequence-parallel ones offered as well, and with compiled blocks too. Then the cases at the limit
 of strong scaling, where the second tensor axis may earn its place: the best layout against the best with y = 1, by the whole
 predicted step, the same both ways.
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from benchmarks.published_rows import gpt
 from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.inputs.cluster import Cluster, preset
-from fourfold.planner.inputs.layout import Activations
+from fourfold.planner.inputs.layout import FOURFOLD, Activations, Elementwise
 from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.search import Plan, search
 
@@ -59,8 +59,9 @@ class Case:
     def title(self) -> str:
         return f"{self.workload.name}, {self.ranks:,} × {self.cluster.device.name}, {self.sequences:,} × {self.length:,}"
 
-    def plan(self, activations: tuple[Activations, ...] = BOTH) -> Plan:
-        prices = Prices(self.workload, self.cluster, self.length)
+    def plan(self, activations: tuple[Activations, ...] = BOTH, elementwise: Elementwise = "eager") -> Plan:
+        schedule = dataclasses.replace(FOURFOLD, elementwise=elementwise)
+        prices = Prices(self.workload, self.cluster, self.length, schedule)
         return search(prices, self.ranks, self.sequences, activations=activations)
 
     def figure(self, best: Estimate) -> str:
@@ -105,14 +106,19 @@ def speed(case: Case) -> tuple[float, int]:
 
 def known_line(case: Case) -> list[str]:
     cells = [case.title, case.published_layout, case.published_figure]
-    for activations in (REPLICATED, BOTH):
-        plan = case.plan(activations)
+    ways: list[tuple[tuple[Activations, ...], Elementwise]] = [
+        (REPLICATED, "eager"),
+        (BOTH, "eager"),
+        (BOTH, "compiled"),
+    ]
+    for activations, elementwise in ways:
+        plan = case.plan(activations, elementwise)
         if not plan.ranked:
             cells.append(f"none fits: {plan.nearest_miss().reason}")
             continue
         best, limit = plan.best, plan.memory_limit_bytes / 2**30
         held = f"{best.memory.total_bytes / 2**30:.0f} of {limit:.0f} GiB"
-        cells.append(f"{best.layout}: {case.figure(best)}; {held}; {best.limited_by}")
+        cells.append(f"{best.layout}: {case.figure(best)}, {best.mfu:.1%} MFU; {held}; {best.limited_by}")
     return cells
 
 
@@ -163,7 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
         "published layout",
         "published",
         "plan's best, activations replicated",
-        "plan's best, sequence-parallel ones offered",
+        "plan's best, both kinds of activations",
+        "the same, compiled",
     ]
     show(header, [known_line(case) for case in KNOWN], markdown=options.markdown)
     print("Where y pays, by the whole step:")

@@ -35,7 +35,7 @@ def pages() -> dict[str, str]:
 RUN_CONFIG = """# Run config
 
 `fourfold train` reads one TOML file. `fourfold init run.toml` writes one with every field. `fourfold config run.toml` checks a file and
-shows all of its values; `--set section.field=value` changes a field for one start. Editors can use the
+shows all of its values; `--set section.field=value` changes a field for one start. Where a field can be none, write `"none"` (`--set optimizer.grad_clip_norm=none`). Editors can use the
 [JSON Schema](run-config.schema.json), which `fourfold config --schema` prints.
 """
 

@@ -8,6 +8,7 @@ import pytest
 from fourfold.cli.main import main
 from fourfold.config.describe import pretraining, starting_file
 from fourfold.config.run_file import load_run
+from fourfold.config.schema import EngineSection
 
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
             "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
@@ -169,6 +170,56 @@ def test_the_fastest_layout_is_written_into_a_run_config(run_config, capsys):
     assert run.model_dump(exclude=sections) == before.model_dump(exclude=sections)
     assert main(words) == 0  # a layout in the file does not restrict the next plan
     assert capsys.readouterr().out.splitlines()[0] == said.splitlines()[0]
+
+
+def test_a_run_config_that_was_planned_is_planned_anew(run_config, capsys):
+    """What the first plan wrote does not restrict the next one, unless it is given by --set."""
+    fresh = run_config.read_text()
+    words = ["plan", str(run_config), "--cluster", "perlmutter-40g", "--gpus", "64"]
+    assert main(words) == 0
+    expected = capsys.readouterr().out
+    assert (
+        main(["plan", str(run_config), "--cluster", "dgx-h100", "--gpus", "8", "--write", str(run_config)])
+        == 0
+    )
+    engine = load_run(run_config).engine
+    assert engine != EngineSection()
+    assert run_config.read_text() != fresh
+    capsys.readouterr()
+    assert main(words) == 0
+    assert capsys.readouterr().out == expected
+    assert main([*words, "--set", "engine.activations=replicated"]) == 0
+    said = capsys.readouterr().out
+    assert "Only layouts with engine.activations = replicated are ranked" in said
+    assert main([*words, "--write", str(run_config)]) == 0
+    assert load_run(run_config).grid.size == 64
+
+
+def test_compiled_blocks_are_priced_by_formulas_alone(run_config, capsys, tmp_path):
+    words = [
+        "plan",
+        str(run_config),
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "8",
+        "--json",
+        str(tmp_path / "plan"),
+    ]
+    steps = []
+    for more in ([], ["--compile"], ["--set", "engine.compile=true"]):
+        assert main([*words, *more]) == 0
+        steps.append(json.loads((tmp_path / "plan").read_text())["ranked"][0]["step_s"])
+    assert steps[0] > 1.05 * steps[1]
+    assert steps[1] == steps[2]
+    capsys.readouterr()
+    for more, said in (
+        (["--simulate", "1"], "a simulation follows blocks operator by operator"),
+        (["--write", str(run_config)], "has engine.compile=false, and the plan is for true"),
+        (["--weights", "streamed"], "compile=True is for weights='fsdp2'"),
+    ):
+        assert main([*words, "--compile", *more]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_plan_for_another_batch_is_not_written(config, run_config, capsys):

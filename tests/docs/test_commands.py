@@ -36,7 +36,7 @@ ELSEWHERE = {
     "fourfold drill run.toml --compare": "tests/drill/test_drill.py::test_a_run_on_a_cluster_is_compared_by_its_checkpoints",
     "fourfold plan run.toml --cluster dgx-h100 --gpus 256 --write run.toml": "tests/cli/test_plan.py::test_the_fastest_layout_is_written_into_a_run_config",
     "fourfold dryrun run.toml": "tests/dry_run/test_run.py::test_the_command_takes_a_run_config",
-    "fourfold dryrun run.toml --gpus 256": "tests/dry_run/test_run.py::test_the_command_takes_a_run_config",
+    "fourfold dryrun run.toml --gpus 256 --memory 80": "tests/dry_run/test_run.py::test_the_command_takes_a_run_config",
     "fourfold dryrun tune.toml --gpus 8 --memory 80": "tests/dry_run/test_run.py::test_the_command_takes_a_run_config",
     "fourfold plan --cluster my-cluster.toml --compare-to run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
     "fourfold plan --cluster cluster.toml --compare-to run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",

@@ -147,6 +147,34 @@ def test_models_that_need_another_attention_keep_the_mask(
     assert model.config._attn_implementation == before  # type: ignore[union-attr]
 
 
+def test_one_graph_takes_any_number_of_documents() -> None:
+    """As a block that is compiled gets them on CUDA; the kernel itself has no CPU version, so the graph is not run."""
+    graphs = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(graph)
+        return lambda *_: [torch.zeros(2, 16, 2, 8, dtype=torch.bfloat16)]
+
+    @torch.compile(fullgraph=True, dynamic=False, backend=backend)
+    def attend(query: Tensor, given: dict[str, Any]) -> Tensor:
+        documents = given["cu_seq_lens_q"], given["max_length_q"]
+        return packing._varlen(query, query, query, None, None, *documents)
+
+    query = torch.randn(2, 2, 16, 8, dtype=torch.bfloat16)
+    for rows in (((4, 4, 4, 4), (10, 6)), ((9, 7), (8, 8)), ((16,), (16,)), ((3, 3, 10), (11, 5))):
+        starts = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+        attend(query, packing.document_bounds(*cumulative_lengths(starts)))
+    assert len(graphs) == 1
+
+
+def test_compiled_blocks_on_cpu_have_a_mask() -> None:
+    model = small("llama")
+    why = "one document after another cannot be in the one graph of a compiled block"
+    assert why in use_packed_attention(model, "auto", "cpu", "bf16", is_compiled=True)
+    with pytest.raises(UnsupportedError, match=why):
+        use_packed_attention(model, "varlen", "cpu", "bf16", is_compiled=True)
+
+
 def on_a_grid(shape: tuple[int, int, int, int], options: dict[str, Any]) -> None:
     grid = Grid.create(shape)
     model = build("llama")

@@ -75,9 +75,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 def test_ranks_that_no_layout_can_use_are_left_out(run: RunConfig) -> None:
     """8 sequences and 4 heads: 7, 6 and 5 divide nothing."""
-    assert resume_or_choose_layout(run, 7, simulate=0, quiet=True).grid.size == 4
+    assert resume_or_choose_layout(run, 7).grid.size == 4
     with pytest.raises(ValueError, match="no layout of 8192 ranks"):
-        resume_or_choose_layout(run, 8192, simulate=0, quiet=True)
+        resume_or_choose_layout(run, 8192)
 
 
 def save_values(run: RunConfig) -> None:
@@ -100,10 +100,10 @@ def save_values(run: RunConfig) -> None:
 
 def test_the_same_number_of_ranks_keeps_its_layout(run: RunConfig) -> None:
     """The layout of the checkpoint, not the planner's first choice."""
-    best = resume_or_choose_layout(run, 4, simulate=0, quiet=True)
+    best = resume_or_choose_layout(run, 4)
     other = best.model_copy(update={"grid": best.grid.model_copy(update={"data": 1, "z": 1, "y": 2, "x": 2})})
     save_values(other)
-    kept = resume_or_choose_layout(run, 4, quiet=True)
+    kept = resume_or_choose_layout(run, 4)
     assert (kept.grid, kept.batch, kept.engine) == (other.grid, other.batch, other.engine)
     assert layout_of_checkpoint(run, 8) is None
     masked = run.model_copy(update={"engine": run.engine.model_copy(update={"attention": "masked"})})

@@ -115,7 +115,7 @@ def test_one_rank_cannot_be_restarted(values: dict[str, Any], tmp_path: Path, ca
 
 def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
     run = from_dict(values | {"grid": {"cluster": "dgx-h100"}})
-    chosen = choose_layout(run, 8, simulate=0, quiet=True)
+    chosen = choose_layout(run, 8)
     assert chosen.grid.size == 8
     assert not chosen.grid.auto
     check(chosen)
@@ -127,7 +127,7 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
             "engine": {"activations": "sequence-parallel", "keep_inputs": False},
         }
     )
-    small = choose_layout(given, 8, simulate=0, quiet=True)
+    small = choose_layout(given, 8)
     assert small.grid.x * small.grid.y >= 4  # two sequences can be split over at most two ranks
     assert (small.engine.activations, small.engine.keep_inputs) == ("sequence-parallel", False)
     given = from_dict(
@@ -141,10 +141,10 @@ def test_the_planner_chooses_the_grid(values: dict[str, Any]) -> None:
     assert plan_options(given)["keep_bytes"] == 4096
     assert plan_options(run)["keep_bytes"] is None
     for ranks in (1, 2, 8):
-        small = choose_layout(given, ranks, simulate=0, quiet=True)
+        small = choose_layout(given, ranks)
         assert (small.batch.micro_batch_sequences, small.engine.keep_weights_bytes) == (1, 4096)
     with pytest.raises(ValueError, match="no layout of 131072 ranks can train this model on dgx-h100"):
-        choose_layout(run, 131072, simulate=0, quiet=True)
+        choose_layout(run, 131072)
 
 
 def test_without_a_cluster_all_ranks_are_on_z(values: dict[str, Any]) -> None:

@@ -72,6 +72,16 @@ def test_more_memory_is_less_recomputation() -> None:
     }
 
 
+def test_a_family_without_formulas_is_not_recomputed_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    settled = {"activation_checkpointing": "none", "checkpointed_blocks": None, "accumulation": "whole"}
+    for config in ({"model_type": "apertus"}, {"model_type": "qwen3_moe", "num_experts": 4}):
+        found = fields_that_fit(config, SHAPE, EngineSection(), BATCH, "adamw", 80 * 2**30, "cuda")
+        assert found == settled
+    apertus, experts = caplog.messages
+    assert "model_type 'apertus' is not one of the" in apertus
+    assert "set engine.activation_checkpointing and engine.accumulation" in experts
+
+
 def test_what_is_set_stays_and_nothing_is_recomputed_where_nothing_is_known() -> None:
     fields = {"activation_checkpointing": "full", "checkpointed_blocks": 7, "accumulation": "sharded"}
     assert chosen(80, **fields) == chosen(None, **fields) == fields

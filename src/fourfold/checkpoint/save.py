@@ -157,6 +157,10 @@ class Checkpoints:
                 if isinstance(error, CheckpointException)
                 else f"rank {self._rank}: {error!r}"
             ]
+        if any("FileNotFoundError" in failure for failure in failures):
+            failures.append(
+                "The folder has to be on storage that all nodes share, or a URL such as s3://bucket/run."
+            )
         if failures:
             self._error = SaveError(f"{self.root}/{step_name(step)} {outcome}:\n" + "\n".join(failures))
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from fourfold.config.schema import EngineSection
 
 
-def positive(text: str) -> int:
+def positive(text: str, least: int = 1) -> int:
     """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; use a whole number of at least 1")
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; use a whole number of at least {least}")
     return int(text)
 
 
@@ -40,7 +41,7 @@ def add_engine(parser: argparse.ArgumentParser, *names: str, unless: str = "") -
         choices = [choice for choice in kinds if not (unless and choice == "auto")]
         given: dict[str, Any] = {"choices": choices} if choices else {"type": field.annotation}
         if type(None) in kinds:  # a number, or nothing
-            given = {"type": positive}
+            given = {"type": partial(positive, least=0)}
         about = str(field.description)
         if unless:  # that says what would be chosen
             about = re.sub("; auto: [^;.]*", "", about)

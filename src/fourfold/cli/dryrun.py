@@ -118,6 +118,7 @@ def run(options: argparse.Namespace) -> int:
         accumulation=chosen["accumulation"],
         attention=chosen["attention"],
         weights=chosen["weights"],
+        compile=chosen["compile"],
         overlap=Overlap(keep_inputs=chosen["keep_inputs"], keep_bytes=chosen["keep_weights_bytes"]),
         optimizer="adamw" if config is None else config.optimizer.name,
         target=options.target,
@@ -164,7 +165,7 @@ def _with_layout(config: RunConfig, options: argparse.Namespace) -> RunConfig:
         )
     from fourfold.train.auto_layout import choose_layout
 
-    return choose_layout(config, options.gpus, simulate=0, quiet=True)
+    return choose_layout(config, options.gpus)
 
 
 def _that_fit(

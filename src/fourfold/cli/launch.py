@@ -207,7 +207,7 @@ def _checked(options: argparse.Namespace, *, plans_here: bool) -> tuple[Any, Any
     if grid.auto and (plans_here or grid.cluster is None):
         from fourfold.train.auto_layout import choose_layout  # torch takes seconds to import
 
-        chosen = choose_layout(config, world.ranks, simulate=0, quiet=True).grid
+        chosen = choose_layout(config, world.ranks).grid
         how = f"planned for {grid.cluster}" if grid.cluster else "all ranks on z"
         print(
             f"the run config sets no grid; {world.ranks} ranks get data={chosen.data} z={chosen.z} y={chosen.y} "

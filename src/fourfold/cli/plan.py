@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fourfold.cli.arguments import add_changes, add_engine, positive
 from fourfold.config.describe import SIZES, sized_model_config
 from fourfold.config.run_file import load_run
-from fourfold.config.schema import CHOSEN_ALONG
+from fourfold.config.schema import BY_MEMORY, CHOSEN_ALONG, EngineSection
 from fourfold.planner.cost.step import Prices
 from fourfold.planner.dry_run_estimate import Job, describe, schedule_of, simulate_step
 from fourfold.planner.inputs import cluster as clusters
@@ -79,6 +79,7 @@ def add_to(commands: Any) -> None:
     )
     add_engine(parser, "weights", unless="the run config's, or FSDP2 on GPUs, streamed on CPUs")
     add_engine(parser, "precision", unless="the run config's, or bf16 on GPUs, fp32 on CPUs")
+    add_engine(parser, "compile", unless="the run config's, or no")
     add_engine(parser, "activations", "keep_inputs", unless="the run config's, or consider both")
     parser.add_argument("--rows", type=positive, default=10, help="number of layouts to show (default: 10)")
     parser.add_argument(
@@ -126,6 +127,7 @@ def run(options: argparse.Namespace) -> int:
     assert workload is not None
     sequences, length = asked.options["sequences"], asked.options["length"]
     precision = asked.options["precision"] or cluster.precision
+    optimizer, is_compiled = asked.options.get("optimizer", "adamw"), asked.options.get("compile", False)
     title = f"{asked.name} ({_billions(workload)}) on {asked.gpus} devices of {cluster.name}, {sequences} x {length} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
     print(tables.show_plan(plan, cluster, title, options.rows, width))
@@ -138,7 +140,8 @@ def run(options: argparse.Namespace) -> int:
     elif options.price is not None or options.watts is not None:
         raise ValueError("--price and --watts need the number of training tokens; give --tokens, such as 15T")
     if options.explain:
-        prices = Prices(workload, cluster, length, schedule_of(cluster, precision))
+        schedule = schedule_of(cluster, precision, is_compiled=is_compiled)
+        prices = Prices(workload, cluster, length, schedule, optimizer=optimizer)
         a, b = (tables.pick_layout(word, plan, prices, sequences) for word in options.explain)
         print(tables.explain(a, b))
     if options.json:
@@ -147,13 +150,16 @@ def run(options: argparse.Namespace) -> int:
         write_page(options.html, plan, cluster, title)
         print(f"wrote {options.html}")
     if options.trace:
-        optimizer = asked.options.get("optimizer", "adamw")
+        if is_compiled:
+            raise ValueError(
+                "--trace follows blocks operator by operator, not --compile; leave one of them out"
+            )
         job = Job(asked.model, sequences, length, cluster.target, precision, optimizer=optimizer)
         timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
         print(f"wrote {options.trace}: open it in ui.perfetto.dev")
     if options.write:
-        print(_write(options.write, plan, sequences, length, precision))
+        print(_write(options.write, plan, sequences, length, precision, is_compiled=is_compiled))
     return 0
 
 
@@ -177,7 +183,8 @@ class _Asked:
             run = load_run(options.model, options.set)
         elif options.set:
             raise ValueError("--set changes a run config; give one instead of a model, or leave it out")
-        model, name, found = _of_run(run) if run else _of_model(options)
+        planned = _without_layout(run, options.set) if run else None
+        model, name, found = _of_run(planned) if planned else _of_model(options)
         batch = options.global_batch_size or options.batch_tokens or found.get("sequences")
         _, gpus, cluster, length, sequences = _needed(
             {
@@ -192,27 +199,36 @@ class _Asked:
             sequences = _sequences(options.batch_tokens, length)
         own = {
             name: getattr(options, name)
-            for name in ("weights", "precision", "activations")
-            if getattr(options, name)
+            for name in ("weights", "precision", "compile", "activations")
+            if getattr(options, name) is not None
         }
         if options.keep_inputs is not None:
             own["keep_inputs"] = (options.keep_inputs,)
         wanted = {"precision": None, **found, **own, "sequences": sequences, "length": length}
-        fixed = [n for n in CHOSEN_ALONG if run is not None and n in run.engine.model_fields_set]
-        if run is not None:
-            open_ = ("activation_checkpointing", "accumulation")
-            fixed += [n for n in open_ if getattr(run.engine, n) != "auto"]
-        words = ", ".join(f"engine.{n} = {getattr(run.engine, n)}" for n in fixed) if run else ""
-        return _Asked(model, name, cluster, gpus, wanted, words)
+        return _Asked(model, name, cluster, gpus, wanted, _fixed(planned.engine) if planned else "")
+
+
+def _without_layout(run: RunConfig, changes: list[str]) -> RunConfig:
+    from fourfold.train.auto_layout import without_layout  # torch takes seconds to import
+
+    names = [change.partition("=")[0].strip() for change in changes]
+    return without_layout(run, [name.removeprefix("engine.") for name in names])
+
+
+def _fixed(engine: EngineSection) -> str:
+    """What the run config sets of that which a plan could choose, in words."""
+    fixed = [n for n in sorted(CHOSEN_ALONG) if n in engine.model_fields_set]
+    fixed += [n for n in ("activations", *BY_MEMORY) if getattr(engine, n) not in ("auto", None)]
+    return ", ".join(f"engine.{name} = {getattr(engine, name)}" for name in fixed)
 
 
 def _of_run(run: RunConfig) -> tuple[Any, str, dict[str, Any]]:
-    from fourfold.train.auto_layout import plan_options, without_layout  # torch takes seconds to import
+    from fourfold.train.auto_layout import plan_options  # torch takes seconds to import
 
     where = run.model.config or run.model.pretrained
     assert where is not None
     path = find_model_config(where)
-    return path, _name_of(path, str(where)), plan_options(without_layout(run))
+    return path, _name_of(path, str(where)), plan_options(run)
 
 
 def _of_model(options: argparse.Namespace) -> tuple[Any, str, dict[str, Any]]:
@@ -252,7 +268,7 @@ def _sequences(tokens: float, length: int) -> int:
     return sequences
 
 
-def _write(file: Path, plan: Plan, sequences: int, length: int, precision: str) -> str:
+def _write(file: Path, plan: Plan, sequences: int, length: int, precision: str, *, is_compiled: bool) -> str:
     """Write the fastest layout into a run config that was planned; what was written."""
     from fourfold.config.edit import with_fields
     from fourfold.train.auto_layout import fastest, layout_fields, without_layout
@@ -268,8 +284,15 @@ def _write(file: Path, plan: Plan, sequences: int, length: int, precision: str) 
             f"{file} has engine.precision={run.engine.precision}, and the plan is for {precision}; plan the run config itself, or "
             f"change it with --set engine.precision={precision}"
         )
-    best = fastest(without_layout(run), plan).layout
-    fields = layout_fields(run, best)
+    if run.engine.compile != is_compiled:
+        value = str(is_compiled).lower()
+        raise ValueError(
+            f"{file} has engine.compile={str(run.engine.compile).lower()}, and the plan is for {value}; plan the run config itself, "
+            f"or change it with --set engine.compile={value}"
+        )
+    planned = without_layout(run)
+    best = fastest(planned, plan).layout
+    fields = layout_fields(planned, best)
     # What the run config leaves open and the layout does not need stays open.
     fields["engine"] = {
         name: value for name, value in fields["engine"].items() if _changes(run, best, name, value)

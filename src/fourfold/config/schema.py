@@ -196,7 +196,7 @@ class EngineSection(Section):
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Recompute every block in backward (full), all of it but linears and attention (selective), or nothing (none); auto: as little as fits into the memory of a device."""
     checkpointed_blocks: Annotated[int, Field(ge=0)] | None = None
-    """Blocks, from the first, that activation_checkpointing is for; the others have the next weaker kind; none: all."""
+    """Blocks, from the first, that activation_checkpointing is for; the others have the next weaker kind; all unless set."""
     attention: Literal["auto", "varlen", "masked"] = "auto"
     """Attention of packed documents: by their bounds (varlen), or with a mask of length x length (masked); auto: varlen where the model's attention allows it."""
     weights: Literal["auto", "fsdp2", "streamed"] = "auto"
@@ -204,7 +204,9 @@ class EngineSection(Section):
     keep_weights_bytes: Annotated[int, Field(ge=0)] = 0
     """With streamed weights: bytes of gathered weights kept for backward instead of re-gathering them."""
     accumulation: Literal["auto", "whole", "sharded"] = "auto"
-    """Gradients of several micro-batches: added up whole on each z rank and reduced once, or reduced over z in each micro-batch, which needs less memory; auto: whole if it fits."""
+    """Gradients of several micro-batches: added up whole on each z rank and reduced once, or reduced over z in each micro-batch, which needs less memory; auto: whole, unless it does not fit or more would be recomputed."""
+    compile: bool = False
+    """Compile each block as one graph (torch.compile); needs weights that are fsdp2, and a C++ compiler on CPUs."""
 
     @property
     def is_open(self) -> bool:
@@ -227,6 +229,10 @@ class EngineSection(Section):
             raise ValueError(
                 "keep_inputs=false is for activations='sequence-parallel', and this is activations='replicated'; leave it true"
             )
+        if self.compile and self.weights == "streamed":
+            raise ValueError(
+                "compile=true is for weights='fsdp2', and this is weights='streamed'; leave weights out, or compile=false"
+            )
         return self
 
 
@@ -234,7 +240,7 @@ class CheckpointSection(Section):
     """Where and how often checkpoints are saved."""
 
     folder: str = "checkpoints"
-    """A folder, or any fsspec URL such as s3://bucket/run."""
+    """A folder that all nodes share, or any fsspec URL such as s3://bucket/run."""
     every_steps: PositiveInt | None = 200
     """Steps between two checkpoints; none: only at the end."""
     max_async_lag_steps: PositiveInt | None = Field(

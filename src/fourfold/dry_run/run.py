@@ -111,14 +111,14 @@ def dryrun(
         True
     """
     module = as_module(model)
-    note = use_packed_attention(module, attention, target, precision) if attention != "varlen" else ""
+    options = Options(precision=precision, **options_of_parallelize)
+    note = ""
+    if attention != "varlen":
+        note = use_packed_attention(module, attention, target, precision, is_compiled=options.compile)
     is_masked = bool(note) and module.config._attn_implementation != NAME  # type: ignore[union-attr]
     if note and not is_masked:
         # Without documents, which a dry run does not know, it is stock attention.
         set_attention(module, "sdpa")
-    options = Options(precision=precision, **options_of_parallelize)
-    if options.compile:
-        raise ValueError("a dry run follows blocks operator by operator, not compile=True; use compile=False")
     with fake_grid(shape, rank=rank, target=target) as grid:
         rows = grid.local_rows(sequences)
         own = rows.stop - rows.start
@@ -132,8 +132,12 @@ def dryrun(
         def run(
             model: nn.Module, checkpointing: Sequence[ActivationCheckpointing] | None = None
         ) -> tuple[Trace, Report]:
-            report, _ = arrange(model, grid, options, seed=0, checkpointing=checkpointing)
+            report, _ = arrange(model, grid, options, seed=0, checkpointing=checkpointing, is_dry=True)
             report = report.with_note(note) if note else report
+            if options.compile:
+                report = report.with_note(
+                    "compile: operators and memory are those of blocks that are not compiled"
+                )
             step = _Step(model, grid, report, optimizer, micro_batches, left_out, is_masked)
             try:
                 return step.trace(own, length), report

@@ -51,9 +51,15 @@ def packed_inputs(position_ids: Tensor, device: torch.device) -> dict[str, Any]:
     inputs: dict[str, Any] = {"position_ids": position_ids.to(device, non_blocking=True)}
     if device.type == "cuda":
         bounds, longest = cumulative_lengths(position_ids)
-        inputs["cu_seq_lens_q"] = bounds.pin_memory().to(device, non_blocking=True)
-        inputs["max_length_q"] = longest
+        inputs |= document_bounds(bounds.pin_memory().to(device, non_blocking=True), longest)
     return inputs
+
+
+def document_bounds(bounds: Tensor, longest: int) -> dict[str, Any]:
+    """The inputs of variable-length attention. Blocks that are compiled take any number of documents in one graph."""
+    torch._dynamo.maybe_mark_dynamic(bounds, 0)
+    # The kernel needs an upper bound. A power of two, so that there are few graphs.
+    return {"cu_seq_lens_q": bounds, "max_length_q": 1 << (longest - 1).bit_length()}
 
 
 # -- the function of transformers' registry ---------------------------------------------------------------------------
@@ -82,10 +88,12 @@ def packed_attention(
     return _by_document(module, query, key, value, dropout, scaling, window, given["position_ids"]), None
 
 
-def use_packed_attention(model: nn.Module, wanted: Attention, target: str, precision: str) -> str:
+def use_packed_attention(
+    model: nn.Module, wanted: Attention, target: str, precision: str, *, is_compiled: bool = False
+) -> str:
     """Set the attention of packed rows of a model on meta, before it is sharded; returns a note for the report.
 
-    ``target``: the device type that it will run on.
+    ``target``: the device type that it will run on. ``is_compiled``: are its blocks compiled?
     """
     config: Any = getattr(model, "config", None)
     before = getattr(config, "_attn_implementation", None)
@@ -93,6 +101,8 @@ def use_packed_attention(model: nn.Module, wanted: Attention, target: str, preci
         return f"attention: {before}, packed documents apart by a mask of length x length (engine.attention = 'masked')"
     if wanted == "auto" and before != "sdpa":
         why: str | None = f"its configuration says {before!r}"
+    elif is_compiled and target != "cuda":
+        why = "one document after another cannot be in the one graph of a compiled block"
     else:
         why = _try_on_meta(model, target, precision)
     if why is None:

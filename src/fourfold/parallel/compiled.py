@@ -65,7 +65,9 @@ def compiled(
         if not is_ready or not torch.is_grad_enabled():
             return eager(*args, **kwargs)
         if len(shapes) <= MOST_SHAPES:
-            shapes.add(tuple(a.shape for a in (*args, *kwargs.values()) if isinstance(a, Tensor)))
+            # The bounds of packed documents, the only vector, may have any length.
+            tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+            shapes.add(tuple(tensor.shape for tensor in tensors if tensor.ndim > 1))
         if len(shapes) > MOST_SHAPES or (tokens is not None and not args):
             return eager(*args, **kwargs)
         if tokens is not None:

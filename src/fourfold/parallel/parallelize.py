@@ -123,11 +123,12 @@ def arrange(
     *,
     seed: int | None = None,
     checkpointing: Sequence[ActivationCheckpointing] | None = None,
+    is_dry: bool = False,
 ) -> tuple[Report, dict[str, InitReplay]]:
     """Everything but the values: a model on meta has none yet, and in a dry run never.
 
     With a ``seed`` also return how each parameter is initialised, by the model's own rules. ``checkpointing`` is that of each
-    block, if it is not as the options say.
+    block, if it is not as the options say. A dry run follows blocks operator by operator, also those that a run compiles.
     """
     check_model(model)
     weights, why_weights = choose_weights(options.weights, grid, is_compiled=options.compile)
@@ -168,7 +169,7 @@ def arrange(
             dropout,
             checkpointing=kind,
             tokens=tokens,
-            is_compiled=options.compile,
+            is_compiled=options.compile and not is_dry,
         )
     wrap_model(model, inside, replaced.groups, dropout, guard, tokens, head_loss)
 

@@ -121,13 +121,14 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
     return DryRunEstimate(layout, done.traced, done.left_out)
 
 
-def schedule_of(cluster: Cluster, precision: str) -> Schedule:
+def schedule_of(cluster: Cluster, precision: str, *, is_compiled: bool = False) -> Schedule:
     """Fourfold's overlap on these devices (`weights/overlap.py`), in that precision."""
     on_cpu = cluster.target == "cpu"
     return replace(
         FOURFOLD,
         weight_bytes=4 if precision == "fp32" else 2,
-        interleaves=on_cpu,
+        interleaves=on_cpu and not is_compiled,
+        elementwise="compiled" if is_compiled else "eager",
         fused_optimizer=not on_cpu,
         chunk_bytes=2**20 if on_cpu else FOURFOLD.chunk_bytes,
     )

@@ -40,6 +40,7 @@ def plan(
     weights: Literal["fsdp2", "streamed"] | None = None,
     precision: Literal["bf16", "fp32"] | None = None,
     optimizer: Optimizer = "adamw",
+    compile: bool = False,
     checkpointing: tuple[ActivationCheckpointing, ...] = KINDS,
     checkpointed_blocks: int | None = None,
     activations: Activations | None = None,
@@ -57,11 +58,13 @@ def plan(
     name, the path of a TOML file, or a `Cluster`. The global batch is ``sequences`` of ``length`` tokens. The formulas rank
     all; the first ``simulate`` are then simulated over their dry runs, whose memory replaces that of the formulas, and ranked
     by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given;
-    ``optimizer`` is that of the run. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
+    ``optimizer`` is that of the run. With ``compile`` element-wise work is that of compiled blocks; a dry run does not follow
+    those, so that they have formulas alone. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
     latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which.
 
     Any other module that takes ``input_ids`` and ``labels`` and returns the ``.loss`` of its ``loss_function`` has no formulas:
-    every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them.
+    every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them and the
+    first of ``keep_inputs`` and ``accumulation``.
 
     Example:
         >>> found = plan(config, "dgx-h100", 16, sequences=32, length=64, simulate=2, quiet=True)
@@ -70,13 +73,31 @@ def plan(
     """
     machines = cluster if isinstance(cluster, Cluster) else clusters.load(cluster)
     source, workload = describe(model)
-    weights = weights or ("fsdp2" if machines.target == "cuda" else "streamed")
+    weights = weights or ("fsdp2" if machines.target == "cuda" or compile else "streamed")
+    if compile and (simulate or workload is None):
+        how = "simulate=0" if workload is not None else "a model of Hugging Face"
+        raise ValueError(
+            f"a simulation follows blocks operator by operator, not compile=True, which has formulas alone; use {how}, or compile=False"
+        )
+    if compile and weights == "streamed":
+        raise ValueError("compile=True is for weights='fsdp2', and this is 'streamed'; leave weights out")
     work = precision or machines.precision
     job = Job(source, sequences, length, machines.target, work, roles, optimizer)
     if workload is None:
         # Few such modules allow sequence parallelism, and each try is a dry run.
         layouts, rejected = _all_layouts(
-            ranks, sequences, weights, checkpointing, activations or "replicated"
+            ranks,
+            sequences,
+            checkpointing,
+            Layout(
+                *(1, 1, 1, 1),
+                keep_bytes=keep_bytes or 0,
+                weights=weights,
+                activations=activations or "replicated",
+                keep_inputs=keep_inputs[0],
+                checkpointed_blocks=checkpointed_blocks,
+                accumulation=accumulation[0],
+            ),
         )
         notes = [f"{type(source).__name__} has no formulas: each of its layouts was dry-run and simulated."]
         if left := layouts[dry_runs:]:
@@ -87,7 +108,13 @@ def plan(
         found = Plan([], rejected, ranks, memory_limit_bytes(machines, reserve), tuple(notes))
     else:
         found = search(
-            Prices(workload, machines, length, schedule_of(machines, work), optimizer=optimizer),
+            Prices(
+                workload,
+                machines,
+                length,
+                schedule_of(machines, work, is_compiled=compile),
+                optimizer=optimizer,
+            ),
             ranks,
             sequences,
             weights=weights,
@@ -141,20 +168,30 @@ def _traits(estimate: Estimate) -> list[tuple[str, bool]]:
 def _all_layouts(
     ranks: int,
     sequences: int,
-    weights: Literal["fsdp2", "streamed"],
     checkpointing: tuple[ActivationCheckpointing, ...],
-    activations: Activations,
+    given: Layout,
 ) -> tuple[list[Layout], list[Rejected]]:
-    """Every grid whose data and z divide the batch, few tensor ranks first, each with one micro-batch and as many as fit."""
+    """Every grid whose data and z divide the batch, few tensor ranks first, each with one micro-batch and as many as fit; the rest is ``given``."""
     layouts: list[Layout] = []
     rejected: list[Rejected] = []
     grids = sorted(factorisations(ranks), key=lambda grid: (grid[2] * grid[3], grid[2], -grid[1]))
     for data, z, y, x in grids:
         if sequences % (data * z):
             reason = f"data*z={data * z} does not divide the global batch of {sequences}"
-            rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason))
+            rejected.append(Rejected(replace(given, data=data, z=z, y=y, x=x), reason))
             continue
-        kind = activations if x * y > 1 else "replicated"
+        kind = given.activations if x * y > 1 else "replicated"
         for micro_batches, recompute in product(divisors(sequences // (data * z)), checkpointing):
-            layouts.append(Layout(data, z, y, x, micro_batches, recompute, 0, weights, kind))
+            layouts.append(
+                replace(
+                    given,
+                    data=data,
+                    z=z,
+                    y=y,
+                    x=x,
+                    micro_batches=micro_batches,
+                    activation_checkpointing=recompute,
+                    activations=kind,
+                )
+            )
     return layouts, rejected

@@ -98,6 +98,7 @@ def save_run(
     accumulation: str = "whole",
     keep_bytes: int = 0,
     precision: str = "bf16",
+    compile: bool = False,
 ) -> None:
     """Write the median times of some steps, and the layout, for ``fourfold plan --compare-to``. Call it on one rank.
 
@@ -130,6 +131,7 @@ def save_run(
         "sequences": sequences,
         "length": length,
         "precision": precision,
+        "compile": compile,
         "steps": len(reports),
         "measured": {
             "step_s": median(r.step_s for r in reports),

@@ -9,6 +9,7 @@ ranks keeps the layout of the newest checkpoint, without waiting for the planner
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -32,25 +33,27 @@ MAX_IDLE = 64  # ranks that a layout may leave unused
 MICRO_BATCH_TOKENS = 8192
 # What a layout is chosen for.
 _INPUTS = attrgetter(
-    "grid.cluster", "model", "sequences", "data.sequence_length", "engine.precision", "optimizer.name"
+    "grid.cluster",
+    "model",
+    "sequences",
+    "data.sequence_length",
+    "engine.precision",
+    "engine.compile",
+    "optimizer.name",
 )
 _CHECKPOINTING = attrgetter("activation_checkpointing", "checkpointed_blocks")
 
 
-def resume_or_choose_layout(
-    run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False
-) -> RunConfig:
+def resume_or_choose_layout(run: RunConfig, ranks: int) -> RunConfig:
     """The run with a layout for these ranks, or for fewer if no layout uses all of them."""
     kept = layout_of_checkpoint(run, ranks)
     if kept is not None:
         return kept
     is_restart = _newest_values(run) is not None
-    # In a restart ranks wait: choose by formulas alone then, in less than a second.
-    simulate = 0 if is_restart else simulate
     errors: list[ValueError] = []
     for used in range(ranks, max(0, ranks - MAX_IDLE - 1), -1):
         try:
-            return choose_layout(run, used, simulate=simulate, quiet=quiet)
+            return choose_layout(run, used)
         except UndividedEvaluation as error:
             if not is_restart:  # idle ranks cost more than another number of samples
                 raise
@@ -108,24 +111,14 @@ def _newest_values(run: RunConfig) -> dict[str, Any] | None:
         return None
 
 
-def choose_layout(run: RunConfig, ranks: int, *, simulate: int = 8, quiet: bool = False) -> RunConfig:
-    """The run with a layout for these ranks. Options that the run config sets stay.
-
-    Ranks wait for it, so fewer layouts are simulated than by `fourfold plan`.
-    """
+def choose_layout(run: RunConfig, ranks: int) -> RunConfig:
+    """The run with a layout for these ranks, by formulas alone. Options that the run config sets stay."""
     if run.grid.cluster is None:
         return all_on_z(run, ranks)
     from fourfold.planner.plan import plan
     from fourfold.train.loop.model import model_config
 
-    found = plan(
-        model_config(run.model),
-        run.grid.cluster,
-        ranks,
-        **plan_options(run),
-        simulate=simulate,
-        quiet=quiet,
-    )
+    found = plan(model_config(run.model), run.grid.cluster, ranks, **plan_options(run))
     return with_layout(run, fastest(run, found).layout)
 
 
@@ -157,6 +150,7 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
         "length": run.data.sequence_length,
         "weights": engine.weights if engine.weights != "auto" else None,
         "precision": engine.precision,
+        "compile": engine.compile,
         "optimizer": run.optimizer.name,
         "checkpointing": KINDS if checkpointing == "auto" else (checkpointing,),
         "checkpointed_blocks": engine.checkpointed_blocks,
@@ -219,11 +213,17 @@ def layout_fields(run: RunConfig, layout: Layout) -> dict[str, dict[str, Any]]:
     }
 
 
-def without_layout(run: RunConfig) -> RunConfig:
-    """The run as if its config set neither a grid nor micro-batches: what a plan is made for."""
+def without_layout(run: RunConfig, keep: Sequence[str] = ()) -> RunConfig:
+    """The run as if its config set neither a grid nor micro-batches: what a plan is made for.
+
+    If it sets a grid, what is chosen along with one is left out as well, except the fields of [engine] to ``keep``.
+    """
     values = run.model_dump(exclude_unset=True)
     values["grid"] = {"cluster": run.grid.cluster}
     values.get("batch", {}).pop("micro_batch_sequences", None)
+    if not run.grid.auto and "engine" in values:
+        chosen = {*CHOSEN_ALONG, *BY_MEMORY, "activations"}.difference(keep)
+        values["engine"] = {name: value for name, value in values["engine"].items() if name not in chosen}
     return from_dict(values)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fourfold.config.schema import BY_MEMORY, EngineSection, RunConfig
 from fourfold.parallel.checkpointing import KINDS
 from fourfold.planner.cost.memory import Memory, memory
 from fourfold.planner.inputs.layout import ACCUMULATION, Layout, undivided_axis
 from fourfold.planner.search import RESERVE, least_recomputed
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from fourfold.planner.cost.optimizer import Optimizer
@@ -38,6 +41,13 @@ def fit_into_memory(run: RunConfig, device_bytes: float | None, target: str) -> 
     return run.model_copy(update={"engine": run.engine.model_copy(update=chosen)})
 
 
+def _weights(engine: EngineSection, target: str) -> Literal["fsdp2", "streamed"]:
+    """What "auto" chooses on several ranks."""
+    if engine.weights != "auto":
+        return engine.weights
+    return "fsdp2" if target == "cuda" or engine.compile else "streamed"
+
+
 def fields_that_fit(
     model: Any,
     shape: tuple[int, int, int, int],
@@ -54,7 +64,15 @@ def fields_that_fit(
     """
     from fourfold.planner.dry_run_estimate import describe
 
-    _, workload = describe(model) if device_bytes else (None, None)
+    workload = None
+    try:
+        workload = describe(model)[1] if device_bytes else None
+    except ValueError as error:  # of a family without formulas
+        logger.warning(
+            "Nothing is recomputed, and gradients are added up whole: %s. If that does not fit into memory, set "
+            "engine.activation_checkpointing and engine.accumulation.",
+            error,
+        )
     if workload is None or device_bytes is None:
         settled = engine.without_auto()
         return {name: getattr(settled, name) for name in BY_MEMORY}
@@ -65,7 +83,7 @@ def fields_that_fit(
         *shape,
         micro_batches=micro_batches,
         keep_bytes=engine.keep_weights_bytes,
-        weights=engine.weights if engine.weights != "auto" else "fsdp2" if target == "cuda" else "streamed",
+        weights=_weights(engine, target),
         activations="sequence-parallel" if is_cut else "replicated",
         keep_inputs=engine.keep_inputs,
         checkpointed_blocks=engine.checkpointed_blocks,

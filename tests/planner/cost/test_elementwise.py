@@ -1,8 +1,19 @@
 """The closed form's element-wise bytes of a block against the operators of a dry run."""
 
-import pytest
-from transformers import LlamaConfig, Starcoder2Config
+import logging
+from unittest.mock import patch
 
+import pytest
+import torch
+
+# Private, and the only place that tells what the kernels of a graph read and write (torch 2.13.0).
+from torch._inductor.compile_fx import inductor_metrics_log
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+from transformers import LlamaConfig, LlamaForCausalLM, Starcoder2Config
+
+import fourfold as ff
+from fourfold import Grid
 from fourfold.dry_run.run import dryrun
 from fourfold.planner.cost.elementwise import block_bytes
 from fourfold.planner.inputs.workload import from_config
@@ -40,6 +51,56 @@ def compare(shape, model, activations):
     closed = block_bytes(workload, y, x, "eager", by_tokens=activations == "sequence-parallel")
     assert closed.forward == pytest.approx(moved["forward"] / TOKENS, rel=0.15)
     assert closed.backward == pytest.approx(moved["backward"] / TOKENS, rel=0.15)
+
+
+def kernel_bytes(shape, activations):
+    """Bytes that Inductor's own kernels of a compiled block move for a token, forward and backward."""
+    config = LlamaConfig(**SIZES)
+    grid = Grid.create(shape)
+    model = LlamaForCausalLM(config)
+    ff.parallelize(model, grid, compile=True, precision="bf16", activations=activations)
+    ids = torch.zeros(TOKENS // 256, 256, dtype=torch.long)
+    moved = {False: 0.0, True: 0.0}
+    count = GraphLowering.count_bytes
+
+    def counted(graph):
+        found = count(graph)
+        extern = (ExternKernelSchedulerNode, NopKernelSchedulerNode)  # matmuls, attention, what is sent
+        nodes = [node for node, _ in found[1] if not isinstance(node, extern)]
+        moved[graph.is_backward] += sum(node.get_read_write_buffers_sizes() for node in nodes)
+        return found
+
+    inductor_metrics_log.setLevel(logging.INFO)  # so that bytes are counted
+    with (
+        patch.object(GraphLowering, "count_bytes", counted),
+        torch._inductor.config.patch(fx_graph_cache=False),
+    ):
+        for _ in range(2):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    inductor_metrics_log.setLevel(logging.NOTSET)
+    return moved[False] / TOKENS, moved[True] / TOKENS
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("shape", "activations"),
+    [
+        ((1, 1, 1, 1), "replicated"),
+        ((1, 1, 1, 2), "replicated"),
+        ((1, 1, 2, 1), "replicated"),
+        ((1, 1, 2, 2), "sequence-parallel"),
+        ((1, 1, 1, 2), "sequence-parallel"),
+    ],
+)
+def test_a_compiled_block_moves_what_the_kernels_of_inductor_move(pool, shape, activations):
+    _, _, y, x = shape
+    forward, backward = pool.run(kernel_bytes, y * x, shape, activations)[0]
+    workload = from_config(LlamaConfig(**SIZES).to_dict())
+    closed = block_bytes(workload, y, x, "compiled", by_tokens=activations == "sequence-parallel")
+    # Gradients of gate and up are copied in the operator of the product, where tokens were gathered over y.
+    copied = 4 * 2 * workload.ffn / x if y > 1 and activations == "sequence-parallel" else 0
+    assert closed.forward == pytest.approx(forward, rel=0.15)
+    assert closed.backward - copied == pytest.approx(backward, rel=0.15)
 
 
 def test_fused_kernels_move_less():

@@ -88,6 +88,19 @@ def test_a_file_is_read(tmp_path):
     assert (workload.hidden, workload.kv_heads, workload.name) == (96, 8, "config")
 
 
+def test_what_a_config_leaves_out_is_that_of_its_class():
+    """As published configs of Gemma 3 do."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+    }
+    workload = from_config({"model_type": "gemma3", "text_config": text})
+    assert (workload.heads, workload.kv_heads, workload.head_dim) == (8, 4, 256)
+    assert (workload.hidden, workload.layers, workload.vocabulary) == (2560, 34, 262208)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -15,6 +15,7 @@ from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.storage import Writer
 from fourfold.config.schema import RunConfig
 from fourfold.export import export
+from fourfold.parallel import compiled
 from fourfold.planner.inputs.layout import Layout
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
 from fourfold.train.observe.evaluate import Evaluation
@@ -51,6 +52,31 @@ def test_losses_on_a_grid_equal_those_of_stock_pytorch(
     run = on(values, shape, batch={"micro_batch_sequences": at_a_time})
     for losses, _ in pool.run(train, run.grid.size, run):
         close(losses, stock_losses(run), ACROSS)
+
+
+def train_compiled(run: RunConfig) -> tuple[dict[int, float], dict[int, float], int]:
+    """The losses of blocks as they are and compiled, and the graphs."""
+    compiled.BACKEND = "aot_eager"
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    weights = {"weights": "fsdp2"}  # which adds in the same order
+    expected, _ = train(run.model_copy(update={"engine": run.engine.model_copy(update=weights)}))
+    graph = run.engine.model_copy(update={"compile": True})
+    losses, _ = train(run.model_copy(update={"engine": graph}))
+    return expected, losses, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(("shape", "recomputed"), [((1, 2, 1, 1), "none"), ((1, 1, 1, 2), "selective")])
+def test_a_run_with_compiled_blocks_has_the_same_losses(
+    pool: RankPool, values: dict[str, Any], shape: Shape, recomputed: str
+) -> None:
+    """Of packed documents, in two micro-batches: one graph with their mask, and one for rows of a single document."""
+    engine = {"activation_checkpointing": recomputed, "accumulation": "whole", "attention": "masked"}
+    run = on(values, shape, engine=engine, batch={"micro_batch_sequences": 2})
+    for expected, losses, graphs in pool.run(train_compiled, 2, run):
+        assert losses == expected
+        assert graphs == 2
 
 
 class Validation(Evaluation):

@@ -1,7 +1,8 @@
 """Bytes that a step moves besides its matmuls and attention: norms, rotation, gate, loss, copies of weights, optimizer.
 
 Fused kernels read each input and write each output once. Eager PyTorch, in which Hugging Face's modules run, has a kernel for
-each operator and also moves what is between; the values are the sums over the operators of a dry run
+each operator and also moves what is between; the values are the sums over the operators of a dry run. Of compiled blocks they
+are those of the kernels that Inductor makes; embedding, loss and copies of weights stay eager
 (`tests/planner/cost/test_elementwise.py`).
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.layout import Elementwise, Layout
 from fourfold.planner.inputs.workload import Workload
 
 
@@ -21,21 +22,27 @@ class Moved(NamedTuple):
 
 
 # For each feature of the residual stream: two norms and two additions. Eager, a norm in fp32 is 36 bytes forward and 92 back.
-_RESIDUAL = {"fused": Moved(2 * 4 + 2 * 6, 40), "eager": Moved(2 * 36 + 2 * 6, 2 * 92)}
+_RESIDUAL = {
+    "fused": Moved(2 * 4 + 2 * 6, 40),
+    "eager": Moved(2 * 36 + 2 * 6, 2 * 92),
+    "compiled": Moved(18, 38),
+}
+# Compiled, on tensor ranks: the matmuls end in operators of their own. Norms of sharded features sum over ranks between two kernels.
+_COMPILED_OVER_X, _COMPILED_OVER_Y = Moved(20, 24), Moved(28, 35)
 # The same of LayerNorm, which PyTorch has a kernel for; not so where its features are sharded (parallel/layers.py).
 _LAYER_NORMS, _SHARDED_LAYER_NORMS = Moved(2 * 4 + 2 * 6, 36), Moved(2 * 60 + 2 * 6, 2 * 122)
 _BIAS = 4  # added to an output by an operator of its own, where the linear is sharded
 _COPY = 4  # read and written
 # For each feature of q, k and v: rotation, and the layout that attention wants.
-_HEADS = {"fused": Moved(8, 16), "eager": Moved(17, 27)}
+_HEADS = {"fused": Moved(8, 16), "eager": Moved(17, 27), "compiled": Moved(8.5, 4)}
 # For each inner feature: the activation function, and the product with the gate if there is one.
-_GATED = {"fused": Moved(6, 12), "eager": Moved(10, 18)}
-_UNGATED = {"fused": Moved(4, 8), "eager": Moved(4, 6)}
+_GATED = {"fused": Moved(6, 12), "eager": Moved(10, 18), "compiled": Moved(6, 10)}
+_UNGATED = {"fused": Moved(4, 8), "eager": Moved(4, 6), "compiled": Moved(4, 6)}
 _IN_PARTS = Moved(36, 60)  # eager, where PyTorch has no operator of its own for the function (gelu_new)
 # For each logit: fp32 copy, maximum, exponentials, sum, and the gradient; fused: with the stock loss, which does it both ways.
-_LOSS = {"fused": 66, "eager": 52}
+_LOSS = {"fused": 66, "eager": 52, "compiled": 52}
 # For each feature of the embedding's output and the last norm, both ways.
-_ENDS = {"fused": 12, "eager": 4 + 36 + 92}
+_ENDS = {"fused": 12, "eager": 4 + 36 + 92, "compiled": 4 + 36 + 92}
 # Fused AdamW reads parameter, gradient and two moments and writes all but the gradient; as operators one after another it passes over
 # them eight times. Clipping reads the gradients, and reads and writes them once more.
 CLIP_BYTES = 12
@@ -46,7 +53,7 @@ def block_bytes(
     w: Workload,
     y: int,
     x: int,
-    elementwise: str,
+    elementwise: Elementwise,
     *,
     cuts_tokens_over_x: bool = False,
     by_tokens: bool = False,
@@ -59,6 +66,8 @@ def block_bytes(
     is_sharded = y * x > 1
     if elementwise == "eager" and w.bias:
         residual = _SHARDED_LAYER_NORMS if is_sharded else _LAYER_NORMS
+    if elementwise == "compiled" and is_sharded:
+        residual = _COMPILED_OVER_Y if y > 1 else _COMPILED_OVER_X
     hidden = w.hidden / (y * (x if cuts_tokens_over_x or by_tokens else 1))
     by_heads = by_tokens and w.divides_heads(y * x)
     parts = x * y if by_heads else x
@@ -69,21 +78,23 @@ def block_bytes(
         biased = qkv if w.qkv_bias or w.bias else 0.0
         biased += 2 * hidden + ffn if w.bias else 0.0
         forward += _BIAS * biased
-    if elementwise == "eager" and by_tokens and y > 1:
-        # Outputs that share a buffer are copied out of it: q, k and v where they are sharded by heads. Their gradients are
-        # copied into one buffer and, where tokens of all ranks were gathered, out of it.
-        features = 0.0
-        if by_heads:
-            features = w.q_features / x
-            features += 2 * w.kv_features / min(x, w.kv_heads) if w.kv_heads % (x * y) == 0 else 0.0
-            forward += _COPY * (features / y if not w.fused_qkv else 0.0)
+    if elementwise != "fused" and by_tokens and y > 1:
+        # Gradients of siblings, where tokens of all ranks were gathered, are copied out of one buffer.
         gate_and_up = 2 * w.ffn / x if w.gated else 0.0
-        backward += _COPY * ((features + gate_and_up) / y + gate_and_up)
+        backward += _COPY * gate_and_up
+        if elementwise == "eager":
+            # They are copied into it, and outputs that share a buffer out of it: q, k and v where they are sharded by heads.
+            features = 0.0
+            if by_heads:
+                features = w.q_features / x
+                features += 2 * w.kv_features / min(x, w.kv_heads) if w.kv_heads % (x * y) == 0 else 0.0
+                forward += _COPY * (features / y if not w.fused_qkv else 0.0)
+            backward += _COPY * (features + gate_and_up) / y
     return Moved(forward, backward)
 
 
 def ends_bytes(
-    w: Workload, y: int, columns: float, elementwise: str, *, by_tokens_over: tuple[int, int] = (1, 1)
+    w: Workload, y: int, columns: float, elementwise: Elementwise, *, by_tokens_over: tuple[int, int] = (1, 1)
 ) -> float:
     """Bytes of embedding, last norm and loss for one token, both ways; ``by_tokens_over`` y and x ranks with other tokens."""
     of_y, of_x = by_tokens_over
@@ -95,7 +106,7 @@ def optimizer_bytes(is_fused: bool) -> float:
     return (_ADAMW if is_fused else _ADAMW_IN_PARTS) + CLIP_BYTES
 
 
-def copied_bytes(layout: Layout, elementwise: str) -> Moved:
+def copied_bytes(layout: Layout, elementwise: Elementwise) -> Moved:
     """Bytes of copies of weights before they are used, and of gradients before they are sent, for each element of a block.
 
     FSDP2 copies out of the buffer of its gather, and into that of its scatter, casting on the way; shards are cast before.

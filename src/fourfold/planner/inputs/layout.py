@@ -9,6 +9,7 @@ from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks, 
 
 Activations = Literal["replicated", "sequence-parallel"]
 Accumulation = Literal["whole", "sharded"]
+Elementwise = Literal["fused", "eager", "compiled"]
 ACCUMULATION: tuple[Accumulation, ...] = get_args(Accumulation)
 
 
@@ -119,8 +120,8 @@ class Schedule:
         False  # a recomputed forward ends before its last linear, whose output backward does not need
     )
     fused_optimizer: bool = True  # AdamW in one pass over the parameters
-    # One kernel for what is between matmuls, or one for each operator.
-    elementwise: Literal["fused", "eager"] = "fused"
+    # One kernel for what is between matmuls, one for each operator, or those of Inductor.
+    elementwise: Elementwise = "fused"
 
 
 FOURFOLD = Schedule(elementwise="eager", stops_early=True)

@@ -27,6 +27,7 @@ _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "vocabulary": ("vocab_size",),
     "positions": ("n_positions",),
     "activation": ("hidden_act", "activation_function", "hidden_activation"),
 }
@@ -163,6 +164,8 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         config = {**config, **config["text_config"]}
     family = str(config.get("model_type", ""))
     _check_family(family, config)
+    if any(_first(config, size) is None for size in ("hidden", "layers", "heads", "vocabulary")):
+        config = _with_defaults(family, config)
     hidden, layers, heads = (_integer(config, n) for n in ("hidden", "layers", "heads"))
     ffn = _first(config, "ffn")
     ffn = 4 * hidden if ffn is None else int(ffn)
@@ -177,7 +180,7 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         heads=heads,
         kv_heads=kv_heads,
         head_dim=hidden // heads if head_dim is None else int(head_dim),
-        vocabulary=int(config["vocab_size"]),
+        vocabulary=_integer(config, "vocabulary"),
         gated=family in _GATED,
         tied=bool(config.get("tie_word_embeddings", is_gpt2 or family.startswith("gemma"))),
         qkv_bias=bool(config.get("attention_bias", family == "qwen2")),
@@ -214,6 +217,16 @@ def _check_family(family: str, config: dict[str, Any]) -> None:
             f"model_type {family!r} is not one of the {len(_GATED) + len(_UNGATED)} families whose block the planner knows; "
             "give the model_type of the nearest one ('llama' for a gated MLP, 'gpt2' for a plain one), or a Workload"
         )
+
+
+def _with_defaults(family: str, config: dict[str, Any]) -> dict[str, Any]:
+    """With the values of its class in transformers, which a config.json may leave out."""
+    from transformers import AutoConfig  # takes a second, and most need it not
+
+    try:
+        return {**AutoConfig.for_model(family).to_dict(), **config}
+    except ValueError:  # of a family that it does not know
+        return config
 
 
 def _first(config: dict[str, Any], size: str) -> Any:

@@ -34,6 +34,7 @@ class Run:
     precision: str
     step_s: float
     parts_s: dict[str, float]  # compute, and exposed by axis
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,16 @@ def read_run(path: str | Path) -> Run:
         str(said.get("precision", "bf16")),
         float(measured["step_s"]),
         parts_s,
+        bool(said.get("compile", False)),
     )
 
 
 def compare(run: Run, cluster: Cluster) -> Comparison:
     """Predict the run on the cluster, by simulation over its dry run."""
+    if run.compile:
+        raise ValueError(
+            "a simulation follows blocks operator by operator, and this run compiled them; measure one with compile=False"
+        )
     job = Job(run.model, run.sequences, run.length, cluster.target, run.precision)
     return compare_estimate(run, estimate_by_dry_run(job, run.layout), cluster)
 

@@ -41,7 +41,9 @@ def build_model(
     with torch.device("meta"):
         # Master weights are fp32, also if config.json says that the weights are stored in a smaller dtype.
         module: nn.Module = AutoModelForCausalLM.from_config(model_config(model), dtype=torch.float32)
-    attention = use_packed_attention(module, engine.attention, grid.target, engine.precision)
+    attention = use_packed_attention(
+        module, engine.attention, grid.target, engine.precision, is_compiled=engine.compile
+    )
     report = parallelize(
         module,
         grid,
@@ -51,6 +53,7 @@ def build_model(
         checkpointed_blocks=engine.checkpointed_blocks,
         accumulation=engine.accumulation,  # type: ignore[arg-type]
         weights=engine.weights,
+        compile=engine.compile,
         overlap=Overlap(keep_bytes=engine.keep_weights_bytes, keep_inputs=engine.keep_inputs),
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
         seed=seed,
