@@ -9,6 +9,9 @@ its own; they are measured in turns, and a ratio is the median of those of the r
     FSDP2                        bare `fully_shard` over 2 ranks
     FSDP2 + TP + SP              bare `fully_shard` over 2 ranks and `parallelize_module` with sequence parallelism over 2
     Fourfold (data, z, y, x)     with the weights that a GPU gets
+    compiled (data, z, y, x)     the same with compiled blocks, by Inductor; needs a C++ compiler
+    AdamW                        a step of fused AdamW on plain tensors of the sizes of the shards on (1,2,2,2)
+    sharded AdamW                the same on the shards
 
     python -m benchmarks.host
     python -m benchmarks.host --profile "Fourfold (1,2,2,2)"
@@ -32,6 +35,7 @@ FEW, MANY = 2, 10
 STEPS = 10
 ROUNDS = 9
 FSDP2, TENSOR = "FSDP2", "FSDP2 + TP + SP"
+PLAIN, SHARDED = "AdamW", "sharded AdamW"
 GRIDS = ((1, 1, 1, 1), (1, 2, 1, 1), (1, 2, 1, 2), (1, 2, 2, 2))
 # way: (what it is compared with, the threshold)
 THRESHOLDS = {
@@ -39,8 +43,11 @@ THRESHOLDS = {
     "Fourfold (1,2,1,1)": (FSDP2, 1.05),
     "Fourfold (1,2,1,2)": (TENSOR, 0.8),
     "Fourfold (1,2,2,2)": ("Fourfold (1,2,1,2)", 1.25),
+    "compiled (1,2,1,2)": ("Fourfold (1,2,1,2)", 0.65),
+    "compiled (1,2,2,2)": ("Fourfold (1,2,2,2)", 0.65),
+    SHARDED: (PLAIN, 1.2),
 }
-WAYS = ("stock", FSDP2, TENSOR, *THRESHOLDS)
+WAYS = ("stock", FSDP2, TENSOR, PLAIN, *THRESHOLDS)
 
 
 def build(way: str, layers: int) -> Callable[[], None]:
@@ -65,8 +72,11 @@ def build(way: str, layers: int) -> Callable[[], None]:
         mesh = _mesh((2, 2), ("z", "x"))
         _tensor_parallel(model, mesh["x"])
         _fully_shard(model, mesh["z"])
+    elif way in (PLAIN, SHARDED):
+        _fourfold(model, (1, 2, 2, 2))
     elif way != "stock":
-        _fourfold(model, tuple(int(size) for size in way.partition("(")[2].rstrip(")").split(",")))
+        kind, _, sizes = way.rstrip(")").partition(" (")
+        _fourfold(model, tuple(int(size) for size in sizes.split(",")), compile=kind == "compiled")
     ids, positions = torch.randint(256, (4, 16)), torch.arange(16).expand(4, 16)
 
     def step() -> None:
@@ -74,7 +84,26 @@ def build(way: str, layers: int) -> Callable[[], None]:
         for parameter in model.parameters():
             parameter.grad = None
 
-    return step
+    if way not in (PLAIN, SHARDED):
+        return step
+    optimizer = _optimizer(model, is_sharded=way == SHARDED)
+    model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+    for group in optimizer.param_groups if way == PLAIN else ():
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    return optimizer.step
+
+
+def _optimizer(model: Any, *, is_sharded: bool) -> Any:
+    import torch
+
+    import fourfold as ff
+
+    options: dict[str, Any] = {"lr": 1e-4, "fused": True}
+    if is_sharded:
+        return ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), **options)
+    plain = [torch.nn.Parameter(p.detach().to_local().clone()) for p in model.parameters()]
+    return torch.optim.AdamW(plain, **options)
 
 
 @functools.cache
@@ -139,7 +168,7 @@ def _tensor_parallel(model: Any, mesh: Any) -> None:
     parallelize_module(model, mesh, ends)
 
 
-def _fourfold(model: Any, shape: tuple[int, ...]) -> None:
+def _fourfold(model: Any, shape: tuple[int, ...], **options: Any) -> None:
     import torch
 
     import fourfold as ff
@@ -147,7 +176,7 @@ def _fourfold(model: Any, shape: tuple[int, ...]) -> None:
     from fourfold.mesh.grid import Grid
 
     grid = Grid.from_mesh(_mesh(shape, AXES), torch.device("cpu"), target="cuda")
-    ff.parallelize(model, grid)
+    ff.parallelize(model, grid, **options)
 
 
 def block_ms(few: Callable[[], None], many: Callable[[], None]) -> float:

@@ -4,7 +4,11 @@ A Llama checkpoint of more than 400 MB is written, then eight ranks build the mo
 (1, 2, 2, 2). The peak of each rank's resident memory may rise by its own shard, the largest single tensor's shard and
 50 MB for all else (Python objects of the model, staging buffers, process groups).
 
+With `--loss`: the peak of a step with a vocabulary of 128k, with the loss of all logits at once and by chunks, measured on two
+ranks; and dry runs of an 8B rank with 8k and with 131k tokens, every block recomputed.
+
     python -m benchmarks.memory
+    python -m benchmarks.memory --loss
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.ranks import RankPool
+from fourfold.config.describe import sized_model_config
+from fourfold.dry_run.run import dryrun
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.parallelize import parallelize
 
@@ -60,10 +66,76 @@ def load_rank(folder: Path) -> Use:
     return Use(rise_mb, sum(sizes_mb), max(sizes_mb), sum(float(s.double().sum()) for s in shards))
 
 
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+VOCABULARY = 128_256
+LOSS_TOKENS = (2, 1024)  # sequences and their length, on two ranks
+MOST_OF_WHOLE = 0.5  # of the rise with all logits
+# (title, grid, sequences, length, GiB at most)
+DRY_RUNS = (
+    ("8B on z=8, 8,192 tokens a rank", (1, 8, 1, 1), 8, 8192, 17.0),
+    ("8B on z=8, x=8, 131,072 tokens a rank", (1, 8, 1, 8), 8, 131_072, 12.0),
+)
+
+
+def step_rise_mb(is_chunked: bool) -> float:
+    """How far the resident memory of a rank rises in a step."""
+    grid = Grid.create((1, 2, 1, 1), timeout_s=300)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+    )
+    model = LlamaForCausalLM(config)
+    parallelize(model, grid, weights="fsdp2", precision="bf16", chunked_loss=is_chunked)
+    sequences, length = LOSS_TOKENS
+    ids = torch.randint(VOCABULARY, (sequences, length))[grid.local_rows(sequences)]
+    rise_mb = 0.0
+    for _ in range(2):  # the first one also allocates what stays
+        Path("/proc/self/clear_refs").write_text("5")
+        before_mb = resident_mb("VmRSS")
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        rise_mb = resident_mb("VmHWM") - before_mb
+        model.zero_grad()
+    return rise_mb
+
+
+def loss() -> int:
+    rises_mb = {}
+    for is_chunked in (False, True):
+        with RankPool(2) as pool:
+            rises_mb[is_chunked] = max(pool.run(step_rise_mb, 2, is_chunked, timeout_s=600))
+    ratio = rises_mb[True] / rises_mb[False]
+    good = ratio <= MOST_OF_WHOLE
+    print(
+        f"vocabulary {VOCABULARY:,}, {LOSS_TOKENS[1]:,} tokens a rank, bf16: a step needs {rises_mb[False]:.0f} MB with all logits, "
+        f"{rises_mb[True]:.0f} MB by chunks, {ratio:.2f} of it; at most {MOST_OF_WHOLE}"
+    )
+    config = sized_model_config("8b", VOCABULARY) | {"max_position_embeddings": 131_072}
+    held = 0
+    for title, shape, sequences, length, limit_gib in DRY_RUNS:
+        peak = dryrun(config, shape, sequences=sequences, length=length, activation_checkpointing="full").peak
+        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in peak.by_category.items() if size)
+        held += peak.bytes / 2**30 <= limit_gib
+        print(f"dry run of {title}: {peak.bytes / 2**30:.2f} GiB, at most {limit_gib:g} ({parts})")
+    print(f"loss: by chunks {ratio:.2f} of the memory; {held}/{len(DRY_RUNS)} dry runs within their limits")
+    return 0 if good and held == len(DRY_RUNS) else 1
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
 def main(arguments: list[str] | None = None) -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(arguments)
+    )
+    parser.add_argument("--loss", action="store_true", help="the memory of the loss instead")
+    if parser.parse_args(arguments).loss:
+        return loss()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Does this machine train exactly? A short parity check on the available devices and backend.
 
     torchrun --nproc-per-node 8 -m fourfold.selftest
+    torchrun --nproc-per-node 8 -m fourfold.selftest --full    # also each option of the engine, on one grid
 
 Small models take three AdamW steps with clipping on several grids of the running ranks (NCCL on CUDA, Gloo on CPU).
 Each rank compares its shards with the stock Hugging Face model, which it trains by itself. The table can be pasted
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import platform
+import shutil
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,6 +38,7 @@ from fourfold.optim.clip import clip_grad_norm_
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.parallelize import parallelize
 from fourfold.train.observe.run_metadata import device_name
+from fourfold.weights.api import no_sync
 from fourfold.weights.overlap import Overlap
 
 LOSS_BAR = 1e-5  # relative
@@ -74,6 +79,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {**_HEADS_OF_16, "sliding_window": 8, "attn_implementation": "eager"},
     # fused QKV with bias, parallel residual
     "gpt_neox": _FFN,
+}
+
+
+# What else a run may use, as arguments of `train_on`.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "FSDP2's weights": {"weights": "fsdp2"},
+    "streamed weights": {"weights": "streamed"},
+    "replicated activations": {"activations": "replicated"},
+    "selective recomputation": {"activation_checkpointing": "selective"},
+    "full recomputation": {"activation_checkpointing": "full"},
+    "all logits at once": {"chunked_loss": False},
+    "gradients whole": {"micro_batches": 2},
+    "gradients in shards": {"micro_batches": 2, "accumulation": "sharded"},
+    "compiled blocks": {"compile": True},
+    "compiled, selective, in shards": {
+        "compile": True,
+        "activation_checkpointing": "selective",
+        "micro_batches": 2,
+        "accumulation": "sharded",
+    },
 }
 
 
@@ -159,9 +184,9 @@ def _relative(ours: Tensor, shard: Tensor, full: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def train_on(grid: Grid, kind: str, **options: Any) -> Errors:
+def train_on(grid: Grid, kind: str, *, micro_batches: int = 1, **options: Any) -> Errors:
     """Train on the grid, with options of `parallelize`; the errors of this rank's shards."""
-    sequences = grid.data * grid.z * grid.y * grid.x
+    sequences = grid.data * grid.z * grid.y * grid.x * micro_batches
     expected = reference(kind, sequences, grid.device)
     model = build(kind)
     report = parallelize(model, grid, **({"overlap": OVERLAP} | options))
@@ -173,8 +198,18 @@ def train_on(grid: Grid, kind: str, **options: Any) -> Errors:
     gradients = dict.fromkeys(parameters, 0.0)
     for step, (ids, labels) in enumerate(batches(sequences)):
         rows = grid.local_rows(sequences)
-        loss = model(input_ids=ids[rows].to(grid.device), labels=labels[rows].to(grid.device)).loss
-        loss.backward()
+        # The tokens of all micro-batches together; of one alone the model counts them.
+        count = (
+            {"num_items_in_batch": (labels[:, 1:] != -100).sum().to(grid.device)} if micro_batches > 1 else {}
+        )
+        parts = list(zip(ids[rows].chunk(micro_batches), labels[rows].chunk(micro_batches), strict=True))
+        loss = torch.zeros((), device=grid.device)
+        for number, part in enumerate(parts, 1):
+            with nullcontext() if number == len(parts) else no_sync(model):
+                own_ids, own_labels = (tensor.to(grid.device) for tensor in part)
+                own = model(input_ids=own_ids, labels=own_labels, **count).loss
+                own.backward()
+                loss += own.detach()
         clip_grad_norm_(model.parameters(), MAX_NORM, grid)
         error = abs(loss.item() - expected.losses[step]) / abs(expected.losses[step])
         loss_error = max(loss_error, error if error == error else float("inf"))
@@ -217,36 +252,54 @@ def main(arguments: list[str] | None = None) -> int:
         help="models to test (default: llama gpt2)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="device type (default: cuda if available)")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="also test each option of the engine, on a grid with as many axes as possible",
+    )
     options = parser.parse_args(arguments)
 
     start_s = time.perf_counter()
     join_world(options.device, timeout_s=120)
     # fp32 on GPUs as well; with TF32 its rounding would be tested, not Fourfold.
     torch.set_float32_matmul_precision("highest")
-    table = Table("model", "(data, z, y, x)", "loss", "gradient", "parameter", "verdict")
+    table = Table("model", "(data, z, y, x)", "with", "loss", "gradient", "parameter", "verdict")
     good = total = 0
+    shapes = grids_of(dist.get_world_size())
+    asked: list[tuple[tuple[int, int, int, int], str]] = [(shape, "") for shape in shapes]
+    if options.full:
+        most = max(shapes, key=lambda shape: sum(size > 1 for size in shape))
+        asked += [(most, name) for name in OPTIONS]
     for kind in options.models:
-        for shape in grids_of(dist.get_world_size()):
+        for shape, name in asked:
             grid = Grid.create(shape, device_type=options.device, timeout_s=120)
-            errors = Errors.worst(gather_objects(train_on(grid, kind)))
+            given = OPTIONS.get(name, {})
+            if given.get("compile") and grid.device.type == "cpu" and not _has_cpp_compiler():
+                table.add_row(kind, str(shape), name, "", "", "", "not tried: there is no C++ compiler")
+                continue
+            errors = Errors.worst(gather_objects(train_on(grid, kind, **given)))
             total += 1
             good += errors.within_bars()
             verdict = "exact" if errors.within_bars() else f"NOT EXACT, worst in {errors.worst_gradient}"
             cells = (f"{e:.1e}" for e in (errors.loss, errors.gradient, errors.parameter))
-            table.add_row(kind, str(shape), *cells, verdict)
+            table.add_row(kind, str(shape), name, *cells, verdict)
     if dist.get_rank() == 0:
         device = device_name(grid.device)
         print(f"ranks        {dist.get_world_size()} on {device}, backend {dist.get_backend()}")
         versions = f"{torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}"
         print(f"torch        {versions}")
         print(f"python       {platform.python_version()} on {platform.platform()}")
-        Console(width=110).print(table)
+        Console(width=130).print(table)
         print(
             f"thresholds: loss {LOSS_BAR:g}, gradient {GRADIENT_BAR:g}, parameter {PARAMETER_BAR:g}; fp32, {STEPS} AdamW steps"
         )
         print(f"selftest: {good}/{total} exact, {time.perf_counter() - start_s:.0f} s", flush=True)
     dist.destroy_process_group()
     return 0 if good == total else 1
+
+
+def _has_cpp_compiler() -> bool:
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 if __name__ == "__main__":

@@ -18,17 +18,19 @@ from tests.models import LLAMA_LIKE, VOCABULARY, assert_shards_close, batch, bui
 
 Shape = tuple[int, int, int, int]
 TOKENS = 3  # of a chunk, which does not divide those of a batch
+ROWS = 10  # of the head's gradient at a time, which do not divide the vocabulary
 
 
 class Chunks:
     """Chunks of a few tokens; small models would fit into one."""
 
     def __enter__(self) -> None:
-        self._real = chunked_loss.chunk_tokens
+        self._real = chunked_loss.chunk_tokens, chunked_loss.gradient_rows
         chunked_loss.chunk_tokens = lambda vocabulary, x: TOKENS  # type: ignore[assignment]
+        chunked_loss.gradient_rows = lambda features: ROWS  # type: ignore[assignment]
 
     def __exit__(self, *_: object) -> None:
-        chunked_loss.chunk_tokens = self._real  # type: ignore[assignment]
+        chunked_loss.chunk_tokens, chunked_loss.gradient_rows = self._real  # type: ignore[assignment]
 
 
 class Widest(TorchDispatchMode):

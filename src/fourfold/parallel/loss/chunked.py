@@ -29,7 +29,7 @@ from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.layers import check_range
 from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.linear_op import Product
-from fourfold.parallel.loss.chunk_size import chunk_tokens
+from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows
 from fourfold.weights.overlap import Overlap
 
 IGNORE_INDEX = -100
@@ -334,7 +334,7 @@ class _ChunkedLoss(torch.autograd.Function):
         size = max(1, chunk_tokens(vocabulary, grid.size(product.out_axis)) // groups)
         total = torch.zeros((), device=input.device)
         input_gradient = torch.empty_like(tokens) if wants_input else None
-        weight_gradient: Tensor | None = None
+        of_weight = _WeightGradient(block) if wants_weight else None
         for begin in range(0, tokens.shape[1], size):
             part = tokens[:, begin : begin + size].flatten(0, 1)
             logits = torch.mm(part, block.t())
@@ -365,18 +365,12 @@ class _ChunkedLoss(torch.autograd.Function):
                 input_gradient[:, begin : begin + size] = torch.mm(gradient, block).unflatten(0, (groups, -1))
                 if is_last:  # in flight while the last part of the head's gradient is computed
                     scattered, pending = _start_to_reduce(product, input_gradient.view_as(gathered), own)
-            step = torch.mm(gradient.t(), part) if wants_weight else None
+            if of_weight is not None:
+                of_weight.add(gradient, part, is_only=begin == 0 and is_last)
             del gradient  # not to be there with the next logits
-            if step is not None:
-                if weight_gradient is None:
-                    # Of several chunks summed in fp32, whatever the dtype of the weight.
-                    weight_gradient = step if is_last else step.float()
-                else:
-                    weight_gradient += step
-                del step
-        if weight_gradient is not None:
-            weight_gradient = weight_gradient.to(weight.dtype)
-            weight_gradient = weight_gradient.t() if product.transposed else weight_gradient
+        weight_gradient = of_weight.total() if of_weight is not None else None
+        if weight_gradient is not None and product.transposed:
+            weight_gradient = weight_gradient.t()
         if input_gradient is not None:
             _wait(product, pending)
             input_gradient = scattered.view(input.shape)
@@ -387,6 +381,49 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         found = [None if saved is None else saved * gradients[0] for saved in ctx.saved_tensors]
         return (*found, None, None, None, None, None, None, None, None)
+
+
+class _WeightGradient:
+    """The gradient of the head, [vocabulary, features]: of several chunks of tokens summed in fp32, whatever the dtype of the weight.
+
+    By parts of the vocabulary, so that the product of one chunk, and the result in the dtype of the weight, need little memory in addition.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._rows = gradient_rows(weight.shape[1])
+        self._whole: Tensor | None = None
+        self._parts: list[Tensor] = []
+
+    def add(self, gradient: Tensor, tokens: Tensor, *, is_only: bool) -> None:
+        """What the gradient of the logits of some tokens adds; ``is_only``: of all tokens."""
+        if is_only:
+            self._whole = torch.mm(gradient.t(), tokens)
+            return
+        is_first = not self._parts
+        if is_first:
+            if self._weight.dtype == torch.float32:  # then the parts are the result
+                self._whole = torch.empty(self._weight.shape, device=gradient.device)
+                self._parts = list(self._whole.split(self._rows))
+            else:
+                sizes = [len(part) for part in self._weight.split(self._rows)]
+                features = self._weight.shape[1]
+                self._parts = [torch.empty(size, features, device=gradient.device) for size in sizes]
+        for total, columns in zip(self._parts, gradient.split(self._rows, dim=1), strict=True):
+            step = torch.mm(columns.t(), tokens)
+            if is_first:
+                total.copy_(step)
+            else:
+                total += step
+
+    def total(self) -> Tensor | None:
+        """In the dtype of the weight; None if there were no tokens."""
+        if self._whole is None and self._parts:
+            narrow = []
+            while self._parts:  # each is freed before the next is copied
+                narrow.append(self._parts.pop(0).to(self._weight.dtype))
+            self._whole = torch.cat(narrow)
+        return self._whole
 
 
 def _start_to_reduce(product: Product, parts: Tensor, own: Tensor) -> tuple[Tensor, Pending]:

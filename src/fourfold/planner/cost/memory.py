@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fourfold.parallel.checkpointing import ActivationCheckpointing
-from fourfold.parallel.loss.chunk_size import chunk_tokens
+from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows
 from fourfold.planner.cost.optimizer import (
     ADAMW_STATE_BYTES,
     MUON_STATE_BYTES,
@@ -286,14 +286,16 @@ def _moments(
         # The logits, in fp32, and their gradient; in fp32 all are one.
         each_logit = WIDE_BYTES + (2 * work_bytes if work_bytes < WIDE_BYTES else 0)
         at_head = saved + work_bytes * hidden_read  # and the gradient of the head's input
-        # In the first chunk, and in the second, with the gradient of the head so far.
-        for rows, so_far in ((min(tokens, size), 0.0), (min(tokens - size, size), WIDE_BYTES * shard.table)):
+        # In the first chunk, and in the second, with the gradient of the head so far. It is in fp32, and a part of it is computed at a time.
+        wide = WIDE_BYTES * shard.table
+        part = work_bytes * min(shard.table, gradient_rows(w.hidden // layout.y) * w.hidden / layout.y)
+        for rows, so_far in ((min(tokens, size), 0.0), (min(tokens - size, size), wide)):
             if rows <= 0:
                 continue
             logits = rows / (layout.y if layout.by_tokens else 1) * columns * each_logit
             yield at("the loss", added_up + so_far, at_head, at_loss, buffers, logits)
             # Then the gradient of all of a chunk's logits, and that of the head by this chunk.
-            by_chunk = added_up + so_far + work_bytes * shard.table
+            by_chunk = added_up + (wide + part if tokens > size else work_bytes * shard.table)
             yield at("the head's gradient", by_chunk, at_head, at_loss, buffers, rows * columns * work_bytes)
 
     # Backward, ``done`` blocks before the end: everything is linear in it between the first two and the last two.
