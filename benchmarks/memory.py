@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from benchmarks.measure import llama
 from benchmarks.ranks import RankPool
 from fourfold.config.describe import sized_model_config
 from fourfold.dry_run.run import dryrun
@@ -82,14 +83,7 @@ def step_rise_mb(is_chunked: bool) -> float:
     """How far the resident memory of a rank rises in a step."""
     grid = Grid.create((1, 2, 1, 1), timeout_s=300)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-    )
+    config = llama(hidden=128, layers=1, heads=4, vocabulary=VOCABULARY)
     model = LlamaForCausalLM(config)
     parallelize(model, grid, weights="fsdp2", precision="bf16", chunked_loss=is_chunked)
     sequences, length = LOSS_TOKENS
@@ -139,14 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=1024,
-            intermediate_size=2816,
-            num_hidden_layers=8,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            vocab_size=16_000,
-        )
+        config = llama(hidden=1024, layers=8, heads=16, vocabulary=16_000, kv_heads=8)
         model = LlamaForCausalLM(config)
         model.save_pretrained(folder, max_shard_size="200MB")
         checksum = sum(float(p.detach().double().sum()) for p in model.parameters())

@@ -215,6 +215,7 @@ def test_compiled_blocks_are_priced_by_formulas_alone(run_config, capsys, tmp_pa
     capsys.readouterr()
     for more, said in (
         (["--simulate", "1"], "a simulation follows blocks operator by operator"),
+        (["--trace", str(tmp_path / "trace")], "leave out --trace or --compile"),
         (["--write", str(run_config)], "has engine.compile=false, and the plan is for true"),
         (["--weights", "streamed"], "compile=True is for weights='fsdp2'"),
     ):

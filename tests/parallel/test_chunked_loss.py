@@ -12,7 +12,7 @@ import fourfold as ff
 from benchmarks.ranks import RankPool
 from fourfold import Grid
 from fourfold.parallel.loss import chunked as chunked_loss
-from fourfold.parallel.loss.chunked import LazyLogits
+from fourfold.parallel.loss.head import LazyLogits
 from fourfold.weights.api import evaluating
 from tests.models import LLAMA_LIKE, VOCABULARY, assert_shards_close, batch, build, gradients, local_gradients
 

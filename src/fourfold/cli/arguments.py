@@ -12,7 +12,7 @@ from fourfold.config.schema import EngineSection
 
 
 def positive(text: str, least: int = 1) -> int:
-    """A whole number of at least 1."""
+    """A whole number of at least ``least``."""
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text} is not allowed; use a whole number of at least {least}")
     return int(text)

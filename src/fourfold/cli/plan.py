@@ -16,7 +16,7 @@ from fourfold.config.describe import SIZES, sized_model_config
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import BY_MEMORY, CHOSEN_ALONG, EngineSection
 from fourfold.planner.cost.step import Prices
-from fourfold.planner.dry_run_estimate import Job, describe, schedule_of, simulate_step
+from fourfold.planner.dry_run_estimate import Job, describe, refuse_compiled, schedule_of, simulate_step
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import Workload
@@ -122,12 +122,15 @@ def run(options: argparse.Namespace) -> int:
         return 0
     asked = _Asked.of(options)
     cluster = clusters.load(asked.cluster)
+    is_compiled = asked.options.get("compile", False)
+    if options.trace and is_compiled:
+        refuse_compiled("leave out --trace or --compile")
     plan = make_plan(asked.model, cluster, asked.gpus, **asked.options, simulate=options.simulate)
     workload = describe(asked.model)[1]
     assert workload is not None
     sequences, length = asked.options["sequences"], asked.options["length"]
     precision = asked.options["precision"] or cluster.precision
-    optimizer, is_compiled = asked.options.get("optimizer", "adamw"), asked.options.get("compile", False)
+    optimizer = asked.options.get("optimizer", "adamw")
     title = f"{asked.name} ({_billions(workload)}) on {asked.gpus} devices of {cluster.name}, {sequences} x {length} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
     print(tables.show_plan(plan, cluster, title, options.rows, width))
@@ -150,10 +153,6 @@ def run(options: argparse.Namespace) -> int:
         write_page(options.html, plan, cluster, title)
         print(f"wrote {options.html}")
     if options.trace:
-        if is_compiled:
-            raise ValueError(
-                "--trace follows blocks operator by operator, not --compile; leave one of them out"
-            )
         job = Job(asked.model, sequences, length, cluster.target, precision, optimizer=optimizer)
         timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))

@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fourfold.errors import UnsupportedError
 from fourfold.mesh.grid import Grid
-from fourfold.parallel.loss.chunked import LazyLogits
 from fourfold.parallel.loss.cross_entropy import loss_of
+from fourfold.parallel.loss.head import LazyLogits
 from fourfold.parallel.sequence import Tokens
 from fourfold.weights.overlap import Overlap
 

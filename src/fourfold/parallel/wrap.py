@@ -17,8 +17,8 @@ from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.compiled import compiled
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.linear import FusedLinearGroup, Linear4D
-from fourfold.parallel.loss.chunked import HeadLoss
 from fourfold.parallel.loss.cross_entropy import LossGuard
+from fourfold.parallel.loss.head import HeadLoss
 from fourfold.parallel.sequence import Tokens
 
 

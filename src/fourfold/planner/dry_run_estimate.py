@@ -137,6 +137,11 @@ def schedule_of(cluster: Cluster, precision: str, *, is_compiled: bool = False) 
 # -- simulation -------------------------------------------------------------------------------------------------------
 
 
+def refuse_compiled(instead: str) -> None:
+    """Simulations are over dry runs, which follow blocks operator by operator."""
+    raise ValueError(f"a simulation follows blocks operator by operator, and these are compiled; {instead}")
+
+
 def simulate_step(
     dry_run: DryRunEstimate, cluster: Cluster, *, keep_spans: bool = False
 ) -> tuple[Simulated, dict[str, float]]:

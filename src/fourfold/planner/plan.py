@@ -21,7 +21,7 @@ from fourfold.mesh.axes import divisors, factorisations
 from fourfold.parallel.checkpointing import KINDS, ActivationCheckpointing
 from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, Prices
-from fourfold.planner.dry_run_estimate import Job, describe, schedule_of
+from fourfold.planner.dry_run_estimate import Job, describe, refuse_compiled, schedule_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import ACCUMULATION, Accumulation, Activations, Layout
@@ -75,10 +75,8 @@ def plan(
     source, workload = describe(model)
     weights = weights or ("fsdp2" if machines.target == "cuda" or compile else "streamed")
     if compile and (simulate or workload is None):
-        how = "simulate=0" if workload is not None else "a model of Hugging Face"
-        raise ValueError(
-            f"a simulation follows blocks operator by operator, not compile=True, which has formulas alone; use {how}, or compile=False"
-        )
+        how = "simulate=0" if workload is not None else "a model of Hugging Face, which has formulas"
+        refuse_compiled(f"use {how}, or compile=False")
     if compile and weights == "streamed":
         raise ValueError("compile=True is for weights='fsdp2', and this is 'streamed'; leave weights out")
     work = precision or machines.precision
@@ -176,22 +174,15 @@ def _all_layouts(
     rejected: list[Rejected] = []
     grids = sorted(factorisations(ranks), key=lambda grid: (grid[2] * grid[3], grid[2], -grid[1]))
     for data, z, y, x in grids:
+        layout = replace(given, data=data, z=z, y=y, x=x)
         if sequences % (data * z):
             reason = f"data*z={data * z} does not divide the global batch of {sequences}"
-            rejected.append(Rejected(replace(given, data=data, z=z, y=y, x=x), reason))
+            rejected.append(Rejected(layout, reason))
             continue
-        kind = given.activations if x * y > 1 else "replicated"
-        for micro_batches, recompute in product(divisors(sequences // (data * z)), checkpointing):
-            layouts.append(
-                replace(
-                    given,
-                    data=data,
-                    z=z,
-                    y=y,
-                    x=x,
-                    micro_batches=micro_batches,
-                    activation_checkpointing=recompute,
-                    activations=kind,
-                )
-            )
+        if x * y == 1:
+            layout = replace(layout, activations="replicated")
+        layouts += [
+            replace(layout, micro_batches=micro_batches, activation_checkpointing=recompute)
+            for micro_batches, recompute in product(divisors(sequences // (data * z)), checkpointing)
+        ]
     return layouts, rejected

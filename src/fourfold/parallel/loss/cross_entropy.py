@@ -18,7 +18,8 @@ from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.layers import check_range
-from fourfold.parallel.loss.chunked import IGNORE_INDEX, HeadLoss, LazyLogits, softmax_over_ranks
+from fourfold.parallel.loss.chunked import softmax_over_ranks
+from fourfold.parallel.loss.head import IGNORE_INDEX, HeadLoss, LazyLogits
 
 
 class _TokenLoss(torch.autograd.Function):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.mesh.axes import AXES
-from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, simulate_step
+from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, refuse_compiled, simulate_step
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.perturb import SECTIONS, changed, value_of
@@ -106,9 +106,7 @@ def read_run(path: str | Path) -> Run:
 def compare(run: Run, cluster: Cluster) -> Comparison:
     """Predict the run on the cluster, by simulation over its dry run."""
     if run.compile:
-        raise ValueError(
-            "a simulation follows blocks operator by operator, and this run compiled them; measure one with compile=False"
-        )
+        refuse_compiled("measure a run with compile=False")
     job = Job(run.model, run.sequences, run.length, cluster.target, run.precision)
     return compare_estimate(run, estimate_by_dry_run(job, run.layout), cluster)
 
