@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,19 +191,27 @@ def least_recomputed(
         found = replace(layout, activation_checkpointing=kind, checkpointed_blocks=count)
         return found, memory_of(found)
 
+    over_bytes = 0.0  # of all blocks of the kind before
     for before, kind in zip([None, *kinds], kinds, strict=False):
         given = layout.checkpointed_blocks
         best = with_kind(kind, given)
         if best[1].total_bytes > limit_bytes:
+            over_bytes = best[1].total_bytes - limit_bytes
             continue
         if given is None and before is not None and before == weaker(kind):
             # All blocks of the weaker kind are too much, all of this one fit: as few of them as possible.
-            too_few, enough = 0, blocks
+            too_few, enough, tries = 0, blocks, 0
             while enough - too_few > 1:
                 middle = (too_few + enough) // 2
+                if tries < 2:  # memory is nearly linear in the number of blocks
+                    spare_bytes = limit_bytes - best[1].total_bytes
+                    share = over_bytes / (over_bytes + spare_bytes)
+                    middle = too_few + math.ceil(share * (enough - too_few))
+                    middle = min(max(middle, too_few + 1), enough - 1)
+                tries += 1
                 tried = with_kind(kind, middle)
                 if tried[1].total_bytes > limit_bytes:
-                    too_few = middle
+                    too_few, over_bytes = middle, tried[1].total_bytes - limit_bytes
                 else:
                     enough, best = middle, tried
         return best

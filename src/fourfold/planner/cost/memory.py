@@ -168,7 +168,7 @@ def memory(
     """The peak of a rank that processes ``tokens`` at a time, by category."""
     shard = shard or shard_of(workload, layout.y, layout.x)
     moments = _moments(workload, layout, tokens, shard, work_bytes, optimizer)
-    return max(moments, key=lambda peak: peak.total_bytes)
+    return Memory(*max(moments, key=lambda moment: sum(moment[:-1])))
 
 
 class _InWork(NamedTuple):
@@ -213,7 +213,8 @@ def _in_work(
 
 def _moments(
     w: Workload, layout: Layout, tokens: float, shard: ShardSizes, work_bytes: int, optimizer: Optimizer
-) -> Iterator[Memory]:
+) -> Iterator[tuple[float, float, float, float, float, float, float, str]]:
+    """The fields of `Memory` at each moment that may be the peak. A search looks at millions of them, so they are tuples."""
     whole = w.layers * shard.block + shard.outside
     stored = whole / layout.z
     cut = layout.y * layout.x > 1
@@ -234,8 +235,8 @@ def _moments(
         buffers: float = 0.0,
         logits: float = 0.0,
         state: float = moments,
-    ) -> Memory:
-        return Memory(parameters, gradients, state, activations, gathered, buffers, logits, moment)
+    ) -> tuple[float, float, float, float, float, float, float, str]:
+        return parameters, gradients, state, activations, gathered, buffers, logits, moment
 
     # What the linears read, gathered; and what is between them: the same, unless its tokens are cut as well.
     hidden_read = tokens * w.hidden / layout.y
