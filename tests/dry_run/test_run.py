@@ -78,6 +78,26 @@ def test_expanded_trace_equals_the_trace_of_trace_all(weights, checkpointing, ac
     assert expanded.trace.before == whole.trace.before
 
 
+def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks():
+    def run(trace_all: bool):
+        return dryrun(
+            config(num_hidden_layers=10),
+            (1, 2, 1, 1),
+            sequences=2,
+            length=32,
+            weights="fsdp2",
+            activation_checkpointing="selective",
+            checkpointed_blocks=8,
+            trace_all=trace_all,
+        )
+
+    whole, expanded = run(True), run(False)
+    assert whole.blocks_traced is None
+    assert expanded.blocks_traced == (6, 10)
+    assert expanded.trace.events == list(whole.trace.events)
+    assert expanded.peak == whole.peak
+
+
 @pytest.mark.parametrize(
     ("weights", "checkpointing", "target"),
     [

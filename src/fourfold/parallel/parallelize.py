@@ -159,9 +159,10 @@ def arrange(
     # 4. Recomputation of activations and the bounds of random numbers, block by block.
     blocks = find_blocks(model)
     names = {module: name for name, module in model.named_modules()}
-    lists = by_blocks(options.activation_checkpointing, options.checkpointed_blocks, len(blocks))
-    kinds = checkpointing or [kind for kind, count in lists for _ in range(count)]
-    for block, kind in zip(blocks, kinds, strict=True):
+    if checkpointing is None:
+        lists = by_blocks(options.activation_checkpointing, options.checkpointed_blocks, len(blocks))
+        checkpointing = [kind for kind, count in lists for _ in range(count)]
+    for block, kind in zip(blocks, checkpointing, strict=True):
         wrap_block(
             block,
             names[block],
