@@ -78,7 +78,8 @@ def test_expanded_trace_equals_the_trace_of_trace_all(weights, checkpointing, ac
     assert expanded.trace.before == whole.trace.before
 
 
-def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks():
+@pytest.mark.parametrize("count", [8, 10, 0])
+def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks(count):
     def run(trace_all: bool):
         return dryrun(
             config(num_hidden_layers=10),
@@ -87,13 +88,13 @@ def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks():
             length=32,
             weights="fsdp2",
             activation_checkpointing="selective",
-            checkpointed_blocks=8,
+            checkpointed_blocks=count,
             trace_all=trace_all,
         )
 
     whole, expanded = run(True), run(False)
     assert whole.blocks_traced is None
-    assert expanded.blocks_traced == (6, 10)
+    assert expanded.blocks_traced == (6 if count == 8 else 3, 10)
     assert expanded.trace.events == list(whole.trace.events)
     assert expanded.peak == whole.peak
 

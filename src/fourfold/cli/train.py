@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_run(options.file, changes)
     if is_rank():
         stop_with_agent()
-        return _train(config, options)
+        return _train(config)
     from fourfold.launch.local import check, local_ranks, start_ranks
 
     ranks = local_ranks(config, options.ranks)
@@ -62,13 +61,13 @@ def run(options: argparse.Namespace) -> int:
                 f"--max-restarts {options.max_restarts} has no effect on a grid of one rank, which runs without an agent; leave "
                 "it out, or start it with python -m fourfold.launch.agent"
             )
-        return _train(config, options)
+        return _train(config)
     command = [str(options.file), *(f"--set={change}" for change in changes)]
     restarts = MAX_RESTARTS if options.max_restarts is None else options.max_restarts
     return start_ranks(ranks, ["train", *command], restarts)
 
 
-def _train(config: RunConfig, options: argparse.Namespace) -> int:
+def _train(config: RunConfig) -> int:
     from fourfold.train.recovery.stop import SIGNALS
     from fourfold.train.run import train  # torch takes seconds to import
 
@@ -77,9 +76,5 @@ def _train(config: RunConfig, options: argparse.Namespace) -> int:
     for number in SIGNALS:  # a second signal must not kill the exiting process
         signal.signal(number, signal.SIG_IGN)
     if os.environ.get("RANK", "0") == "0":
-        given = [str(options.file), *(word for change in options.set for word in ("--set", change))]
-        print(
-            f"stopped and saved; resume with the same command: {shlex.join(['fourfold', 'train', *given])}",
-            file=sys.stderr,
-        )
+        print("stopped and saved; the same command, or job, resumes the run", file=sys.stderr)
     return CONTINUE

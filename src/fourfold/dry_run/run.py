@@ -7,7 +7,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -154,6 +154,8 @@ def dryrun(
         # Blocks of two kinds of recomputation are two lists of like blocks.
         blocks = len(find_blocks(module))
         lists = by_blocks(options.activation_checkpointing, options.checkpointed_blocks, blocks)
+        if len(lists) == 1:  # also of a model with fewer blocks
+            options = replace(options, activation_checkpointing=lists[0][0], checkpointed_blocks=None)
         if repeated is not None and len(lists) > 1 and (repeated.period, repeated.length) != (1, blocks):
             repeated = None
         if repeated is not None:

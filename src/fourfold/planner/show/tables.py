@@ -102,19 +102,24 @@ def components(estimate: Estimate) -> dict[str, float]:
 
 
 def speedups(plan: Plan) -> list[str]:
-    """What the second tensor axis is worth, and sequence-parallel activations where both kinds were tried."""
+    """What the second tensor axis is worth, and sequence-parallel activations where both kinds were tried.
+
+    A simulated time is not compared with one by formulas.
+    """
     best = plan.best
     y = best.layout.y
     without_y = next((e for e in plan.ranked if (e.layout.y > 1) != (y > 1)), None)
+    said = []
     if without_y is None:
         none = "The best layout has y = 1, and none with y > 1 can run."
         said = [none if y == 1 else f"No layout with y = 1 can run; the best has y = {y}."]
-    elif y == 1:
-        said = [f"The best layout has y = 1; the best with y > 1, {_slower(without_y, best)}"]
-    else:
-        said = [f"y = {y} is faster here: the best layout without it, {_slower(without_y, best)}"]
+    elif without_y.is_simulated == best.is_simulated:
+        kinds = "The best layout has y = 1; the best with y > 1"
+        if y > 1:
+            kinds = f"y = {y} is faster here: the best layout without it"
+        said = [f"{kinds}, {_slower(without_y, best)}"]
     other = next((e for e in plan.ranked if e.layout.by_tokens != best.layout.by_tokens), None)
-    if other is not None:
+    if other is not None and other.is_simulated == best.is_simulated:
         kinds = "The best layout has replicated activations; the best with sequence-parallel ones"
         if best.layout.by_tokens:
             kinds = "Sequence-parallel activations are faster here: the best without them"
