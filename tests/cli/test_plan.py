@@ -216,11 +216,13 @@ def test_compiled_blocks_are_priced_by_formulas_alone(run_config, capsys, tmp_pa
     for more, said in (
         (["--simulate", "1"], "a simulation follows blocks operator by operator"),
         (["--trace", str(tmp_path / "trace")], "leave out --trace or --compile"),
-        (["--write", str(run_config)], "has engine.compile=false, and the plan is for true"),
         (["--weights", "streamed"], "compile=True is for weights='fsdp2'"),
     ):
         assert main([*words, "--compile", *more]) == 2
         assert said in capsys.readouterr().err
+    assert main([*words, "--compile", "--write", str(run_config)]) == 0
+    assert ", compile = true into" in capsys.readouterr().out
+    assert load_run(run_config).engine.compile
 
 
 def test_a_plan_for_another_batch_is_not_written(config, run_config, capsys):

@@ -108,8 +108,10 @@ def custom_module() -> dict[str, Any]:
     return runpy.run_path(str(CUSTOM_MODULE))
 
 
-def losses_on(shape: tuple[int, int, int, int]) -> list[float]:
-    return custom_module()["train"](ff.Grid.create(shape))
+def losses_on(shape: tuple[int, int, int, int], attention: str = "Attention") -> list[float]:
+    names = custom_module()
+    names["Attention"].__name__ = attention
+    return names["train"](ff.Grid.create(shape))
 
 
 def plain_losses(steps: int = 5) -> list[float]:
@@ -138,6 +140,14 @@ def test_the_custom_module_trains_like_plain_pytorch(pool: RankPool) -> None:
     for shape in ((1, 1, 2, 2), (2, 2, 1, 1)):
         for losses in pool.run(losses_on, 4, shape):
             assert losses == pytest.approx(expected, rel=1e-5)
+    for losses in pool.run(losses_on, 2, (1, 1, 1, 2), "SelfAttn"):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_custom_attention_that_is_not_called_so_is_rejected(pool: RankPool) -> None:
+    said = "blocks.0.attention, a Mixer, has num_heads=8.* if it is attention, call its class MixerAttention"
+    with pytest.raises(Exception, match=said):
+        pool.run(losses_on, 2, (1, 1, 1, 2), "Mixer")
 
 
 def test_the_page_shows_the_custom_module_as_it_is() -> None:

@@ -102,6 +102,9 @@ class Own(nn.Module):
         logits = self.down(torch.relu(self.up(self.embed(input_ids))))
         return CausalLMOutput(loss=self.loss_function(logits, labels, 96, **more))
 
+    def get_output_embeddings(self):
+        return self.down
+
 
 def test_a_module_without_formulas_is_dry_run_on_every_grid():
     with torch.device("meta"):

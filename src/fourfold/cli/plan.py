@@ -80,7 +80,12 @@ def add_to(commands: Any) -> None:
     add_engine(parser, "weights", unless="the run config's, or FSDP2 on GPUs, streamed on CPUs")
     add_engine(parser, "precision", unless="the run config's, or bf16 on GPUs, fp32 on CPUs")
     add_engine(parser, "compile", unless="the run config's, or no")
-    add_engine(parser, "activations", "keep_inputs", unless="the run config's, or consider both")
+    add_engine(
+        parser,
+        "activations",
+        "keep_inputs",
+        unless="the run config's if it sets no grid, otherwise consider both",
+    )
     parser.add_argument("--rows", type=positive, default=10, help="number of layouts to show (default: 10)")
     parser.add_argument(
         "--explain",
@@ -280,24 +285,20 @@ def _write(file: Path, plan: Plan, sequences: int, length: int, precision: str, 
         )
     if run.engine.precision != precision:
         raise ValueError(
-            f"{file} has engine.precision={run.engine.precision}, and the plan is for {precision}; plan the run config itself, or "
-            f"change it with --set engine.precision={precision}"
-        )
-    if run.engine.compile != is_compiled:
-        value = str(is_compiled).lower()
-        raise ValueError(
-            f"{file} has engine.compile={str(run.engine.compile).lower()}, and the plan is for {value}; plan the run config itself, "
-            f"or change it with --set engine.compile={value}"
+            f"{file} has engine.precision={run.engine.precision}, and the plan is for {precision}; set it in {file}, "
+            "and plan again"
         )
     planned = without_layout(run)
     best = fastest(planned, plan).layout
     fields = layout_fields(planned, best)
+    fields["engine"]["compile"] = is_compiled
     # What the run config leaves open and the layout does not need stays open.
     fields["engine"] = {
         name: value for name, value in fields["engine"].items() if _changes(run, best, name, value)
     }
     file.write_text(with_fields(file.read_text(), fields))
-    return f"wrote the layout {best} into {file}"
+    compiled = f", compile = {str(is_compiled).lower()}" if is_compiled != run.engine.compile else ""
+    return f"wrote the layout {best}{compiled} into {file}"
 
 
 def _changes(run: RunConfig, layout: Layout, name: str, value: Any) -> bool:

@@ -200,7 +200,7 @@ class EngineSection(Section):
     attention: Literal["auto", "varlen", "masked"] = "auto"
     """Attention of packed documents: by their bounds (varlen), or with a mask of length x length (masked); auto: varlen where the model's attention allows it."""
     weights: Literal["auto", "fsdp2", "streamed"] = "auto"
-    """The backend that gathers weights over z; auto: fsdp2 on GPUs, streamed on CPUs."""
+    """The backend that gathers weights over z; auto: fsdp2 on GPUs and for compiled blocks, otherwise streamed."""
     keep_weights_bytes: Annotated[int, Field(ge=0)] = 0
     """With streamed weights: bytes of gathered weights kept for backward instead of re-gathering them."""
     accumulation: Literal["auto", "whole", "sharded"] = "auto"

@@ -317,8 +317,7 @@ def _recorder(model: nn.Module, grid: Grid, report: Report) -> Recorder:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         name = next(name for name, module in model.named_modules() if module is head)
-        config: Any = model.config
-        vocabulary = chunk(config.get_text_config().vocab_size, grid.x, grid.coordinate("x"))
+        vocabulary = chunk(head.out_features, grid.x, grid.coordinate("x"))
         logits = (vocabulary.stop - vocabulary.start, name)
     return Recorder(model, grid, weights, logits)
 

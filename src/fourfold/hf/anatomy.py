@@ -50,8 +50,13 @@ class Anatomy:
         return None if size is None else int(size)
 
     def in_attention(self, name: str) -> bool:
-        parent = self.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
-        return parent is not None and re.search(r"attention|attn", type(parent).__name__, re.I) is not None
+        """Is it a part of an attention module, by the class's name or the attribute's?"""
+        holder = name.rpartition(".")[0]
+        parent = self.modules.get(holder) if holder else None
+        if parent is None:
+            return False
+        by_class = re.search(r"attention|attn", type(parent).__name__, re.I) is not None
+        return by_class or "attn" in holder.rpartition(".")[2]
 
     def heads(self, name: str) -> tuple[int | None, int | None]:
         """(query heads, key/value heads) of the attention that a module belongs to."""

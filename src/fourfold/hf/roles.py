@@ -36,12 +36,22 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fourfold.errors import UnsupportedError
-from fourfold.hf.anatomy import Anatomy, idle_towers, is_linear, is_norm, linear_shape, text_root
+from fourfold.hf.anatomy import (
+    HEAD_ATTRIBUTES,
+    Anatomy,
+    idle_towers,
+    is_linear,
+    is_norm,
+    linear_shape,
+    text_root,
+)
 from fourfold.hf.families import FAMILIES, LATENT_ATTENTION, Family
 from fourfold.hf.norm_formula import Formula, epsilon_of, recognise
 from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
+
+GIVEN = "given by the user"
 
 
 @dataclass(frozen=True)
@@ -286,6 +296,19 @@ class _Assignment:
         head_dim = out // (heads + 2 * kv_heads)
         return (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
 
+    def _check_not_attention(self, role: Role, parent: str) -> None:
+        """A user's module with a number of heads, which would stay that of all ranks."""
+        module = self.anatomy.modules.get(parent)
+        named = (
+            [name for name in HEAD_ATTRIBUTES if isinstance(vars(module).get(name), int)] if module else []
+        )
+        if named and role.why == GIVEN and not role.head:
+            kind = type(module).__name__
+            raise UnsupportedError(
+                f"{parent}, a {kind}, has {named[0]}={getattr(module, named[0])}, and a rank of x={self.grid.x} has a part of the "
+                f"features of {role.name}; if it is attention, call its class {kind}Attention, otherwise rename {named[0]}"
+            )
+
     def _check_linear(self, role: Role, module: nn.Module) -> None:
         in_features, out_features = linear_shape(module)
         if role.in_axis is not None:
@@ -311,9 +334,12 @@ class _Assignment:
     def _with_heads(self, role: Role, module: nn.Module) -> Role:
         """A head is never split: check that heads divide, or that key/value heads can be replicated."""
         x = self.grid.x
-        if role.out_axis != "x" or x == 1 or not self.anatomy.in_attention(role.name):
+        if role.out_axis != "x" or x == 1:
             return role
-        parent = role.name.rsplit(".", 1)[0]
+        parent = role.name.rpartition(".")[0]
+        if not self.anatomy.in_attention(role.name):
+            self._check_not_attention(role, parent)
+            return role
         heads, kv_heads = self.anatomy.heads(role.name)
         if heads:
             self._check_divides("x", f"num_attention_heads={heads} of {parent}", heads)
@@ -365,7 +391,7 @@ class _Assignment:
         """The role that a name has been given, and by whom."""
         last = name.rsplit(".", 1)[-1]
         for roles, why in (
-            (self.given, "given by the user"),
+            (self.given, GIVEN),
             (self.family.roles, "the table of families"),
             (self.plan, "the model's own plan"),
         ):

@@ -57,7 +57,7 @@ def parallelize(
         model: an unmodified Hugging Face causal LM, or an `nn.Module` with ``roles``. Built on ``meta`` it never exists
             in full: each rank reads its shards from ``checkpoint``, or initialises them. A model with real weights keeps
             them.
-        roles: the role of each module by its name; `*` stands for one part of a name.
+        roles: the role of each module by its name; `*` stands for one part of a name, at the beginning for any number of parts.
         precision: of the computation; master weights and gradients are fp32.
         activations: sharded over both x and y (``sequence-parallel``, as in Megatron-LM), or sharded over one
             and replicated over the other (``replicated``). ``auto`` is the first where the model's code allows it; the

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fourfold.errors import UnsupportedError
-from fourfold.hf.anatomy import idle_towers, linear_shape
+from fourfold.hf.anatomy import Anatomy, idle_towers, linear_shape
 from fourfold.hf.parameter_layout import ParameterLayout, describe
 from fourfold.hf.roles import Role, family_of, matches
 from fourfold.mesh.axes import Axis
@@ -241,16 +241,11 @@ class ModuleReplacement:
     def _heads(self, roles: list[Role]) -> None:
         """Set the number of local heads in attention modules."""
         attention: dict[str, int] = {}
+        anatomy = Anatomy(self.model)
         for role in roles:
-            if role.out_axis == "x" and not role.head and "." in role.name:
-                parent = role.name.rsplit(".", 1)[0]
-                if (
-                    "attention" in type(self._find(parent)[0]).__name__.lower()
-                    or "attn" in parent.rsplit(".", 1)[-1]
-                ):
-                    attention[parent] = (
-                        attention.get(parent, 0) or role.replicated_heads or self._shared(role)
-                    )
+            if role.out_axis == "x" and not role.head and anatomy.in_attention(role.name):
+                parent = role.name.rpartition(".")[0]
+                attention[parent] = attention.get(parent, 0) or role.replicated_heads or self._shared(role)
         notes: dict[str, int] = defaultdict(int)
         for name, replicated in attention.items():
             module, _ = self._find(name)

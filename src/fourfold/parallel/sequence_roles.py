@@ -101,7 +101,7 @@ def shard_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Se
     by_parent: dict[str, list[Role]] = {}
     for role in roles:
         parent = role.name.rpartition(".")[0]
-        if anatomy.in_attention(role.name) or "attn" in parent.rpartition(".")[2]:
+        if anatomy.in_attention(role.name):
             by_parent.setdefault(parent, []).append(role)
     reasons: dict[str, int] = {}
     for parent, members in by_parent.items():

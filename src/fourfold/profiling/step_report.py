@@ -103,7 +103,7 @@ def save_run(
     """Write the median times of some steps, and the layout, for ``fourfold plan --compare-to``. Call it on one rank.
 
     Measure complete steps, including clipping and the optimizer, and leave out the first two. ``sequences`` is the global
-    batch size of a step.
+    batch size of a step. A run with ``compile`` is saved, and not compared yet.
 
     Example:
         >>> with measure_step(grid) as report:
