@@ -1,0 +1,152 @@
+"""Training steps on a fake CUDA device, in several ways and with planted faults."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+import fourfold as ff
+from fourfold.dry_run.recorder import replaced
+from fourfold.mesh.axes import AXES
+from fourfold.mesh.collectives import Pending
+from fourfold.mesh.grid import Grid
+from fourfold.parallel import parallelize
+from fourfold.parallel.loss.cross_entropy import count_labels
+from fourfold.parallel.options import Options
+from tests.fake_cuda.sanitizer import Sanitizer
+
+DEVICE = torch.device("cuda", 0)
+Shape = tuple[int, int, int, int]
+WAYS: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "fsdp2": ((1, 2, 1, 2), {"weights": "fsdp2"}),
+    "fsdp2, replicas": ((2, 2, 2, 1), {"weights": "fsdp2", "accumulation": "whole"}),
+    "fsdp2, replicas, sharded gradients": (
+        (2, 2, 1, 2),
+        {"weights": "fsdp2", "accumulation": "sharded", "activation_checkpointing": "selective"},
+    ),
+    "fsdp2, sequence-parallel": (
+        (1, 2, 2, 2),
+        {
+            "weights": "fsdp2",
+            "activations": "sequence-parallel",
+            "activation_checkpointing": "full",
+            "overlap": ff.Overlap(keep_inputs=False),
+        },
+    ),
+    "streamed": ((2, 2, 2, 2), {"weights": "streamed", "overlap": ff.Overlap(bundle_bytes=256)}),
+    "streamed, two half-batches": (
+        (1, 2, 1, 2),
+        {"weights": "streamed", "overlap": ff.Overlap(interleave=True)},
+    ),
+    "streamed, recomputed": (
+        (1, 4, 1, 2),
+        {"weights": "streamed", "activation_checkpointing": "full", "activations": "replicated"},
+    ),
+}
+
+
+@contextmanager
+def fake_grid(shape: Shape) -> Iterator[Grid]:
+    dist.init_process_group("fake", rank=0, world_size=math.prod(shape), store=FakeStore())
+    try:
+        grid = Grid.from_mesh(init_device_mesh("cuda", shape, mesh_dim_names=AXES), DEVICE)
+        grid.collectives._on_gloo = False  # the branches for NCCL
+        yield grid
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+
+def steps(
+    shape: Shape, options: dict[str, Any], after_backward: Callable[[Tensor], Any] = lambda loss: None
+) -> tuple[int, list[str]]:
+    """Two steps of two micro-batches; how many kernels, and what the sanitizer found."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    sanitizer = Sanitizer()
+    shard = parallelize.shard_weights
+
+    def shard_fake(*arguments: Any, **more: Any) -> Any:
+        with mode:  # FSDP2 allocates on the device
+            return shard(*arguments, **more)
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=256,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        model: nn.Module = LlamaForCausalLM(config)
+    # transformers reads values of positions, which a fake tensor does not have.
+    found = replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    with fake_grid(shape) as grid, found:
+        with replaced(parallelize, "shard_weights", shard_fake):
+            parallelize.arrange(model, grid, Options(precision="bf16", **options))
+        with mode:
+            model.to_empty(device=DEVICE)
+            optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-3, fused=True)
+            ids = torch.zeros(8, 32, dtype=torch.int64, device=DEVICE)
+            try:
+                with sanitizer, sanitizer.collectives():
+                    for _ in range(2):
+                        _step(model, optimizer, ids, grid, after_backward)
+            except Exception as error:
+                sanitizer.found.append(f"{type(error).__name__}: {str(error)[:300]}")
+    return sanitizer.kernels, sorted(set(sanitizer.found))
+
+
+def _step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    grid: Grid,
+    after_backward: Callable[[Tensor], Any],
+) -> None:
+    labels = count_labels(ids, grid, shift=True)
+    first, last = ids.chunk(2)
+    with ff.no_sync(model):
+        model(input_ids=first, labels=first, num_items_in_batch=labels).loss.backward()
+    loss = model(input_ids=last, labels=last, num_items_in_batch=labels).loss
+    loss.backward()
+    after_backward(loss)
+    ff.clip_grad_norm_(model.parameters(), 1.0, grid)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def without_waiting() -> tuple[int, list[str]]:
+    """The activations of the sharded products are not waited for."""
+    with replaced(Pending, "wait", lambda pending: None):
+        return steps(*WAYS["fsdp2"])
+
+
+def without_recording() -> tuple[int, list[str]]:
+    """The allocator is not told that FSDP2's all-reduce stream uses a buffer of its reduce-scatter stream."""
+    with replaced(Sanitizer, "note_stream", lambda sanitizer, tensor, stream: None):
+        return steps(*WAYS["fsdp2, replicas, sharded gradients"])
+
+
+FAULTS: dict[str, Callable[[], tuple[int, list[str]]]] = {
+    "no wait": without_waiting,
+    "no record_stream": without_recording,
+    "the loss is read": lambda: steps(*WAYS["fsdp2"], after_backward=Tensor.item),
+    "the loss is copied": lambda: steps(*WAYS["fsdp2"], after_backward=Tensor.cpu),
+    "the stream is waited for": lambda: steps(
+        *WAYS["fsdp2"], after_backward=lambda loss: torch.accelerator.current_stream().synchronize()
+    ),
+}
