@@ -66,7 +66,7 @@ def test_a_minimal_file_is_valid():
         ("training.steps=3", r"the file has no field 'training'; did you mean 'schedule\.steps'\?"),
         ("lr=1e-4", r"did you mean 'optimizer.lr'\?"),
         ("optimizer.lr=-1", r"optimizer\.lr \(it is -1\).*greater than 0"),
-        ("optimizer.name=sgd", r"optimizer\.name \(it is 'sgd'\).*'adamw' or 'muon'"),
+        ("optimizer.name=sgd", r"optimizer\.name \(it is 'sgd'\).*'adamw', 'adamw-bf16' or 'muon'"),
         (
             "batch.tokens=1000",
             r"batch\.tokens=1000 is not a multiple of data\.sequence_length=1024; use 1024",

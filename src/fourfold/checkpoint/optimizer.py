@@ -59,6 +59,12 @@ def restore(
         for kind, tensor in wanted.get(layout.hf_name, {}).items():
             name = f"{PREFIX}{layout.hf_name}.{kind}"
             optimizer.state[key][kind] = value = _allocate(tensor, parameter, key, layout, options[id(key)])
+            moments = getattr(optimizer, "moments_dtype", key.dtype)
+            if value.shape == key.shape and value.dtype != moments:
+                raise ValueError(
+                    f"{name} is {value.dtype} in the checkpoint, and {moments} in this optimizer; use that of the save ('adamw-bf16' has "
+                    "moments in bf16, 'adamw' in fp32)"
+                )
             tensors.setdefault(name, LocalShards()).add(_local_shard(name, value, parameter, layout))
     if unknown := set(wanted) - known:
         raise ValueError(

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from fourfold.mesh.axes import AXES
+from fourfold.optim.kinds import LARGEST_BETA2, Optimizer
 from fourfold.planner.inputs.layout import undivided_axis
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -119,8 +120,8 @@ class GridSection(Section):
 class OptimizerSection(Section):
     """The optimizer and what happens to gradients before it."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """AdamW, or Muon for the matrices of the blocks with AdamW for the rest."""
+    name: Optimizer = "adamw"
+    """AdamW; with its two moments in bf16, which halves their memory; or Muon for the matrices of the blocks with AdamW for the rest."""
     lr: PositiveFloat = 3e-4
     """The learning rate after warm-up; Muon scales it to updates of AdamW's size."""
     momentum: Fraction = 0.95
@@ -133,6 +134,15 @@ class OptimizerSection(Section):
     """Weight decay of matrices; norms and biases have none."""
     grad_clip_norm: PositiveFloat | None = 1.0
     """Clip gradients to this norm; none: no clipping."""
+
+    @model_validator(mode="after")
+    def moments_move(self) -> OptimizerSection:
+        if self.name == "adamw-bf16" and self.betas[1] > LARGEST_BETA2:
+            raise ValueError(
+                f"betas[1]={self.betas[1]} changes the second moment by less than bf16 can show; use at most {LARGEST_BETA2}, or "
+                "name='adamw'"
+            )
+        return self
 
 
 class ScheduleSection(Section):

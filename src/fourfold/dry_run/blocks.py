@@ -4,13 +4,15 @@ A deep model's step is made from those of two shallow ones: what one more period
 Two traces, of n blocks and of one period more, differ in each phase by a run of events: the second is the first with
 that run inserted. Repeated, the run gives the step of any depth. What belongs to no block, but to all of them (the norm of
 the gradients, the collective of all small weights), has the same events in both, with sizes that grow by the same amount
-for each period.
+for each period. Blocks that are recomputed in two ways are two lists, one after the other, each with a longer copy of its own.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import groupby
@@ -92,22 +94,28 @@ class NotPeriodic(Exception):
     """The two traces differ by more than a run of events in each phase."""
 
 
-def expand(fewer: Trace, more: Trace, repeated: Repeated, periods: int) -> Trace:
-    """The trace with that many periods of blocks more than ``fewer``; ``more`` has one period more."""
+def expand(fewer: Trace, more: Sequence[Trace], repeated: Repeated, periods: Sequence[int]) -> Trace:
+    """``fewer`` with so many more periods of the blocks of each list; each of ``more`` has one period of a list more."""
     part = re.compile(rf"(^|\.){re.escape(repeated.name)}\.(\d+)")
     items: list[_Item] = []
-    phases, phases_more = _by_phase(fewer), _by_phase(more)
-    if [name for name, _ in phases] != [name for name, _ in phases_more]:
+    phases, phases_more = _by_phase(fewer), [_by_phase(trace) for trace in more]
+    names = [name for name, _ in phases]
+    if any([name for name, _ in other] != names for other in phases_more):
         raise NotPeriodic("phases")
-    for (name, short), (_, long) in zip(phases, phases_more, strict=True):
-        shifts = [repeated.period * turn for turn in range(periods)]
-        items += _expand_phase(short, long, part, shifts[::-1] if name == "backward" else shifts)
+    # By how many blocks each repetition of a list's period moves on: also over those of the lists before it.
+    shifts, first = [], 0
+    for count in periods:
+        shifts.append([first + repeated.period * turn for turn in range(count)])
+        first += repeated.period * count
+    for i, (name, short) in enumerate(phases):
+        order = [turns[::-1] if name == "backward" else turns for turns in shifts]
+        items += _expand_phase(short, [other[i][1] for other in phases_more], part, order)
     before = {
-        c: _grown(fewer.before.get(c, 0), more.before.get(c, 0), periods)
+        c: _grown(fewer.before.get(c, 0), [trace.before.get(c, 0) for trace in more], periods)
         for c in CATEGORIES
-        if fewer.before.get(c, 0) or more.before.get(c, 0)
+        if any(trace.before.get(c, 0) for trace in (fewer, *more))
     }
-    last = _grow_changes(list(fewer.changes[-1]), list(more.changes[-1]), periods)
+    last = _grow_changes(list(fewer.changes[-1]), [list(trace.changes[-1]) for trace in more], periods)
     return Trace([event for event, _ in items], [*(changes for _, changes in items), last], before)
 
 
@@ -122,19 +130,25 @@ def _by_phase(trace: Trace) -> list[tuple[str, list[_Item]]]:
 
 
 def _expand_phase(
-    short: list[_Item], long: list[_Item], part: re.Pattern[str], shifts: list[int]
+    short: list[_Item], longer: list[list[_Item]], part: re.Pattern[str], shifts: list[list[int]]
 ) -> list[_Item]:
-    """``shifts``: by how many blocks each repetition of a run moves on."""
+    """``shifts``: for each of the longer ones, by how many blocks each repetition of its run moves on."""
+    periods = [len(turns) for turns in shifts]
+    same: list[list[_Item]] = []  # of each longer one, what is in the shorter one as well
+    runs: dict[int, list[_Item]] = defaultdict(list)  # what goes before an event of the shorter one
+    for long, turns in zip(longer, shifts, strict=True):
+        common: list[_Item] = []
+        at = 0
+        for equal, extra in _runs(*_keys([e for e, _ in short], [e for e, _ in long], part)):
+            common += long[at : at + equal]
+            run = long[at + equal : at + equal + extra]
+            runs[len(common)] += [(_moved(e, part, shift), changes) for shift in turns for e, changes in run]
+            at += equal + extra
+        same.append(common)
     out: list[_Item] = []
-    at = at_long = 0
-    for same, extra in _runs(*_keys([e for e, _ in short], [e for e, _ in long], part)):
-        out += [_grow(short[at + i], long[at_long + i], len(shifts), part) for i in range(same)]
-        at, at_long = at + same, at_long + same
-        run = long[at_long : at_long + extra]
-        for shift in shifts:
-            out += [(_moved(event, part, shift), changes) for event, changes in run]
-        at_long += extra
-    return out
+    for i, item in enumerate(short):
+        out += [*runs[i], _grow(item, [common[i] for common in same], periods, part)]
+    return [*out, *runs[len(short)]]
 
 
 def _runs(short: list[tuple[Any, ...]], long: list[tuple[Any, ...]]) -> list[tuple[int, int]]:
@@ -180,38 +194,48 @@ def _key(event: Event, part: re.Pattern[str]) -> tuple[Any, ...]:
     return (type(event).__name__, event.phase, event.axis, event.kind, event.purpose, module, size)
 
 
-def _grow(short: _Item, long: _Item, periods: int, part: re.Pattern[str]) -> _Item:
-    # What is in a later block of the longer trace moves on by as many blocks for every period.
-    shift = (_block(long[0], part) - _block(short[0], part)) * periods
-    event, other = _moved(short[0], part, shift), long[0]
-    if isinstance(event, Operation) and isinstance(other, Operation):
+def _grow(short: _Item, longer: list[_Item], periods: Sequence[int], part: re.Pattern[str]) -> _Item:
+    event, others = short[0], [other for other, _ in longer]
+    # What is in a later block of a longer trace moves on by as many blocks for every period.
+    block = _block(event, part)
+    event = _moved(
+        event, part, int(_grown(block, [_block(other, part) for other in others], periods)) - block
+    )
+    if isinstance(event, Operation):
+        operations = [other for other in others if isinstance(other, Operation)]
+        sizes = zip(event.shape, *(other.shape for other in operations), strict=True)
         event = replace(
             event,
-            flops=_grown(event.flops, other.flops, periods),
-            bytes_moved=_grown(event.bytes_moved, other.bytes_moved, periods),
-            shape=tuple(a + (b - a) * periods for a, b in zip(event.shape, other.shape, strict=True)),
+            flops=_grown(event.flops, [other.flops for other in operations], periods),
+            bytes_moved=_grown(event.bytes_moved, [other.bytes_moved for other in operations], periods),
+            shape=tuple(int(_grown(size, more, periods)) for size, *more in sizes),
         )
-    elif isinstance(event, Start) and isinstance(other, Start):
-        event = replace(event, payload_bytes=_grown(event.payload_bytes, other.payload_bytes, periods))
-    return event, _grow_changes(short[1], long[1], periods)
+    elif isinstance(event, Start):
+        sent = [other.payload_bytes for other in others if isinstance(other, Start)]
+        event = replace(event, payload_bytes=_grown(event.payload_bytes, sent, periods))
+    return event, _grow_changes(short[1], [changes for _, changes in longer], periods)
 
 
-def _grow_changes(short: Changes, long: Changes, periods: int) -> Changes:
-    if [c for c, _ in short] == [c for c, _ in long]:
-        return [(c, _grown(a, b, periods)) for (c, a), (_, b) in zip(short, long, strict=True)]
+def _grow_changes(short: Changes, longer: list[Changes], periods: Sequence[int]) -> Changes:
+    categories = [c for c, _ in short]
+    if all([c for c, _ in long] == categories for long in longer):
+        sizes = zip(*([size for _, size in changes] for changes in (short, *longer)), strict=True)
+        return [(c, _grown(size, more, periods)) for c, (size, *more) in zip(categories, sizes, strict=True)]
     # Another number of tensors (an optimizer's, one for each parameter): what all of them take, then what they give back.
     out: Changes = []
     for sign in (1, -1):
         for category in CATEGORIES:
-            a = sum(size for c, size in short if c == category and size * sign > 0)
-            b = sum(size for c, size in long if c == category and size * sign > 0)
-            if a or b:
-                out.append((category, _grown(a, b, periods)))
+            size, *more = (
+                sum(size for c, size in changes if c == category and size * sign > 0)
+                for changes in (short, *longer)
+            )
+            if size or any(more):
+                out.append((category, _grown(size, more, periods)))
     return out
 
 
-def _grown(short: float, long: float, periods: int) -> float:
-    return short + (long - short) * periods
+def _grown(short: float, longer: Sequence[float], periods: Sequence[int]) -> float:
+    return short + sum((long - short) * count for long, count in zip(longer, periods, strict=True))
 
 
 def _block(event: Event, part: re.Pattern[str]) -> int:

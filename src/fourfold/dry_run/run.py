@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,9 @@ from fourfold.hf.packed_attention import NAME, Attention, set_attention, use_pac
 from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.axes import AXES
 from fourfold.mesh.grid import Grid
+from fourfold.optim.adamw_bf16 import ADAMW
 from fourfold.optim.clip import clip_grad_norm_
+from fourfold.optim.kinds import Optimizer
 from fourfold.optim.muon import ShardedMuon, split_matrices
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
@@ -90,7 +92,7 @@ def dryrun(
     length: int,
     micro_batches: int = 1,
     attention: Attention = "varlen",
-    optimizer: Literal["adamw", "muon"] = "adamw",
+    optimizer: Optimizer = "adamw",
     target: str = "cuda",
     rank: int = 0,
     trace_all: bool = False,
@@ -149,7 +151,7 @@ def dryrun(
                 ) from None
 
         # Muon redistributes matrices of several blocks together: its step does not grow block by block.
-        is_periodic = not options.overlap.keep_bytes and optimizer == "adamw"
+        is_periodic = not options.overlap.keep_bytes and optimizer != "muon"
         repeated = None if trace_all or not is_periodic else find_repeated(module)
         # Blocks of two kinds of recomputation are two lists of like blocks.
         blocks = len(find_blocks(module))
@@ -162,7 +164,7 @@ def dryrun(
             if len(lists) == 1:
                 lists = [(lists[0][0], repeated.length)]
             try:
-                trace, report = _expanded(module, repeated, [], lists, run)
+                trace, report = _expanded(module, repeated, lists, run)
                 return DryRun(shape, trace, report, (repeated.traced * len(lists), repeated.length), left_out)
             except NotPeriodic:
                 pass  # then all of them
@@ -176,21 +178,21 @@ _Lists = list[tuple[ActivationCheckpointing, int]]
 def _expanded(
     module: nn.Module,
     repeated: Repeated,
-    traced: _Lists,
-    left: _Lists,
+    lists: _Lists,
     run: Callable[[nn.Module, Sequence[ActivationCheckpointing] | None], tuple[Trace, Report]],
 ) -> tuple[Trace, Report]:
-    """The step of a model with ``traced`` blocks, and all of the blocks that are ``left``."""
-    if not left:
-        kinds = [kind for kind, blocks in traced for _ in range(blocks)]
-        return run(shallow_copy(module, repeated, len(kinds)), kinds if len(traced) > 1 else None)
-    (kind, blocks), *rest = left
-    enough = repeated.enough_of(blocks)
-    if enough + repeated.period >= blocks:
-        return _expanded(module, repeated, [*traced, (kind, blocks)], rest, run)
-    fewer, report = _expanded(module, repeated, [*traced, (kind, enough)], rest, run)
-    more, _ = _expanded(module, repeated, [*traced, (kind, enough + repeated.period)], rest, run)
-    return expand(fewer, more, repeated, (blocks - enough) // repeated.period), report
+    """The step of all blocks, from shallow copies of the model: one, and for each list one with a period more."""
+
+    def trace(counts: Sequence[int]) -> tuple[Trace, Report]:
+        kinds = [kind for (kind, _), count in zip(lists, counts, strict=True) for _ in range(count)]
+        return run(shallow_copy(module, repeated, len(kinds)), kinds if len(lists) > 1 else None)
+
+    least = [min(repeated.enough_of(blocks), blocks) for _, blocks in lists]
+    periods = [(blocks - enough) // repeated.period for (_, blocks), enough in zip(lists, least, strict=True)]
+    fewer, report = trace(least)
+    grown = [i for i, count in enumerate(periods) if count]
+    more = [trace([n + repeated.period * (i == j) for j, n in enumerate(least)])[0] for i in grown]
+    return expand(fewer, more, repeated, [periods[i] for i in grown]), report
 
 
 @contextmanager
@@ -278,7 +280,7 @@ class _Step:
             groups: list[dict[str, Any]] = [{"params": matrices, "muon": True}, {"params": others}]
             return ShardedMuon(groups, self.model, self.report, **options)
         # As `fourfold train` has it.
-        return sharded_optimizer(torch.optim.AdamW)(
+        return sharded_optimizer(ADAMW[self.optimizer_name])(
             self.model.parameters(), **options, foreach=False, fused=is_cuda
         )
 

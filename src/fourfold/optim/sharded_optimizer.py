@@ -14,9 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fourfold.mesh.axes import AXES
+from fourfold.optim.adamw_bf16 import AdamWBf16
 
 # An optimizer that reads whole matrices would give different results on different grids.
-ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
+ELEMENTWISE = (
+    torch.optim.AdamW,
+    AdamWBf16,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+)
 
 
 def sharded_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:

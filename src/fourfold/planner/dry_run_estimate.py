@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fourfold.mesh.axes import AXES
+from fourfold.optim.kinds import Optimizer
 from fourfold.planner.cost.compute import operation_s
 from fourfold.planner.cost.memory import Memory
-from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, utilisation
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule

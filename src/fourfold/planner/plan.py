@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import track
 
 from fourfold.mesh.axes import divisors, factorisations
+from fourfold.optim.kinds import Optimizer
 from fourfold.parallel.checkpointing import KINDS, ActivationCheckpointing
-from fourfold.planner.cost.optimizer import Optimizer
 from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.dry_run_estimate import Job, describe, refuse_compiled, schedule_of
 from fourfold.planner.inputs import cluster as clusters

@@ -15,7 +15,7 @@ from fourfold.planner.search import RESERVE, least_recomputed
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from fourfold.planner.cost.optimizer import Optimizer
+    from fourfold.optim.kinds import Optimizer
 
 
 def fit_into_memory(run: RunConfig, device_bytes: float | None, target: str) -> RunConfig:

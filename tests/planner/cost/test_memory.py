@@ -159,6 +159,18 @@ MUON_POINTS = [
 ]
 
 
+@pytest.mark.parametrize("sequences", [4, 1])
+def test_the_closed_form_of_adamw_with_moments_in_bf16_is_its_dry_run(sequences):
+    layout = Layout(1, 4, 1, 1)
+    workload = from_config(MODELS["llama"].to_dict())
+    narrow, wide = (
+        memory(workload, layout, sequences * LENGTH, optimizer=o) for o in ("adamw-bf16", "adamw")
+    )
+    done = dry_run("llama", layout, "adamw-bf16", sequences)
+    assert narrow.total_bytes == pytest.approx(done.peak.bytes, rel=BAR), (narrow, done.peak)
+    assert done.trace.before["optimizer"] == pytest.approx(wide.parameters_bytes, rel=0.001)
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [MUON_POINTS[0], *(pytest.param(*point, marks=pytest.mark.nightly) for point in MUON_POINTS[1:])],

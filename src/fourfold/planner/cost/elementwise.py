@@ -47,6 +47,7 @@ _ENDS = {"fused": 12, "eager": 4 + 36 + 92, "compiled": 4 + 36 + 92}
 # them eight times. Clipping reads the gradients, and reads and writes them once more.
 CLIP_BYTES = 12
 _ADAMW, _ADAMW_IN_PARTS = 28, 80
+_WIDEN = 24  # two moments from bf16 to fp32 and back
 
 
 def block_bytes(
@@ -101,9 +102,9 @@ def ends_bytes(
     return _LOSS[elementwise] * columns / of_y + _ENDS[elementwise] * w.hidden / (y * of_x)
 
 
-def optimizer_bytes(is_fused: bool) -> float:
+def optimizer_bytes(is_fused: bool, *, widens: bool = False) -> float:
     """Bytes of clipping and AdamW for each parameter that a rank stores."""
-    return (_ADAMW if is_fused else _ADAMW_IN_PARTS) + CLIP_BYTES
+    return (_ADAMW if is_fused else _ADAMW_IN_PARTS) + CLIP_BYTES + (_WIDEN if widens else 0)
 
 
 def copied_bytes(layout: Layout, elementwise: Elementwise) -> Moved:

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fourfold.optim.kinds import PART, Optimizer
 from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows
 from fourfold.planner.cost.optimizer import (
     ADAMW_STATE_BYTES,
     MUON_STATE_BYTES,
-    Optimizer,
     muon_matrices,
     muon_step_bytes,
 )
@@ -225,7 +225,7 @@ def _moments(
     sends = layout.z * layout.data > 1
     by_muon = w.layers * shard.matrices / layout.z if optimizer == "muon" else 0.0
     parameters = MASTER_BYTES * stored
-    moments = ADAMW_STATE_BYTES * (stored - by_muon) + MUON_STATE_BYTES * by_muon
+    moments = ADAMW_STATE_BYTES[optimizer] * (stored - by_muon) + MUON_STATE_BYTES * by_muon
 
     def at(
         moment: str,
@@ -348,4 +348,6 @@ def _moments(
         in_step = max(
             STEP_BYTES * (stored - by_muon), *(muon_step_bytes(m) for m in muon_matrices(w, layout))
         )
+    if optimizer == "adamw-bf16":
+        in_step = 2 * WIDE_BYTES * min(stored, PART)  # the two moments of a part, in fp32
     yield at("the optimizer's step", GRADIENT_BYTES * stored, state=moments + in_step)

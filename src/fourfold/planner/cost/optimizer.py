@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from fourfold.optim.kinds import Optimizer
 from fourfold.planner.cost.collective import Kind
 from fourfold.planner.cost.compute import Kernels, matmul_s, memory_s
 from fourfold.planner.inputs.cluster import Device
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import Workload
 
-Optimizer = Literal["adamw", "muon"]
-
-ADAMW_STATE_BYTES, MUON_STATE_BYTES = 8, 4  # of each parameter: two moments, one momentum
+# Of each parameter: two moments, which Muon's AdamW has in fp32; one momentum.
+ADAMW_STATE_BYTES: dict[Optimizer, int] = {"adamw": 8, "adamw-bf16": 4, "muon": 8}
+MUON_STATE_BYTES = 4
 _NEWTON_SCHULZ_STEPS = 5
 _BF16 = 2
 

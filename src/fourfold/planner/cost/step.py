@@ -18,12 +18,13 @@ from functools import cached_property
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from fourfold.mesh.axes import AXES
+from fourfold.optim.kinds import Optimizer
 from fourfold.planner.cost.block import Given, Pass, block_passes, ends_pass, together_s
 from fourfold.planner.cost.collective import Kind, collective_s
 from fourfold.planner.cost.compute import Kernels, memory_s
 from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
 from fourfold.planner.cost.memory import Memory, ShardSizes, memory, shard_of
-from fourfold.planner.cost.optimizer import Optimizer, OptimizerTime, muon_time
+from fourfold.planner.cost.optimizer import OptimizerTime, muon_time
 from fourfold.planner.inputs.cluster import Cluster, Device
 from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
 from fourfold.planner.inputs.workload import Workload
@@ -108,7 +109,8 @@ class Prices:
         if self.optimizer == "muon":
             by_muon = w.layers * shard.matrices / layout.z
             muon = muon_time(w, layout, device, self.kernels or Kernels(), self.collective_s)
-        moved = optimizer_bytes(self.schedule.fused_optimizer) * (stored - by_muon) + CLIP_BYTES * by_muon
+        adamw = optimizer_bytes(self.schedule.fused_optimizer, widens=self.optimizer == "adamw-bf16")
+        moved = adamw * (stored - by_muon) + CLIP_BYTES * by_muon
         return muon._replace(compute_s=muon.compute_s + memory_s(moved, device))
 
     def tokens_at_once(self, layout: Layout, global_batch_sequences: int) -> float:

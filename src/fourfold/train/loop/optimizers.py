@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.config.schema import OptimizerSection, ScheduleSection
+from fourfold.optim.adamw_bf16 import ADAMW
 from fourfold.optim.muon import ShardedMuon, split_matrices
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.report import Report
@@ -27,7 +28,7 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, report: Report)
     trained = [p for p in model.parameters() if p.requires_grad]
     # On CUDA the fused one, which reads on the device whether to skip a step.
     fused = True if report.grid.device.type == "cuda" else None
-    return sharded_optimizer(torch.optim.AdamW)(
+    return sharded_optimizer(ADAMW[section.name])(
         groups_by_decay(trained, section.weight_decay), **adamw, fused=fused
     )
 
