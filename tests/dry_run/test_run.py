@@ -78,25 +78,37 @@ def test_expanded_trace_equals_the_trace_of_trace_all(weights, checkpointing, ac
     assert expanded.trace.before == whole.trace.before
 
 
-@pytest.mark.parametrize("count", [8, 10, 0])
-def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks(count):
+@pytest.mark.parametrize(
+    ("count", "shape", "weights", "kind"),
+    [
+        (8, (1, 2, 1, 1), "fsdp2", "selective"),
+        (10, (1, 2, 1, 1), "fsdp2", "selective"),
+        (0, (1, 2, 1, 1), "fsdp2", "selective"),
+        pytest.param(5, (2, 2, 1, 2), "fsdp2", "full", marks=pytest.mark.nightly),
+        pytest.param(5, (1, 2, 2, 1), "streamed", "full", marks=pytest.mark.nightly),
+        pytest.param(4, (1, 2, 2, 2), "fsdp2", "selective", marks=pytest.mark.nightly),
+    ],
+)
+def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks(count, shape, weights, kind):
     def run(trace_all: bool):
         return dryrun(
             config(num_hidden_layers=10),
-            (1, 2, 1, 1),
-            sequences=2,
+            shape,
+            sequences=16,
             length=32,
-            weights="fsdp2",
-            activation_checkpointing="selective",
+            micro_batches=2,
+            weights=weights,
+            activation_checkpointing=kind,
             checkpointed_blocks=count,
             trace_all=trace_all,
         )
 
     whole, expanded = run(True), run(False)
     assert whole.blocks_traced is None
-    assert expanded.blocks_traced == (6 if count == 8 else 3, 10)
+    assert expanded.blocks_traced == (3 if count in (0, 10) else 4, 10)
     assert expanded.trace.events == list(whole.trace.events)
-    assert expanded.peak == whole.peak
+    # Streamed weights have two scalars more at the peak.
+    assert expanded.peak.bytes == pytest.approx(whole.peak.bytes, rel=1e-5 if weights == "streamed" else 0)
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,12 @@ class Repeated:
     def traced(self) -> int:
         return self.enough_of(self.length)
 
-    def enough_of(self, blocks: int) -> int:
-        """How many of these blocks show all that there is to see: this many, and with one period more."""
-        return blocks % self.period + _PERIODS * self.period
+    def enough_of(self, blocks: int, lists: int = 1) -> int:
+        """How many of these blocks show all that there is to see: this many, and with one period more.
+
+        Of two lists each has one end of the step.
+        """
+        return blocks % self.period + (_PERIODS if lists == 1 else _PERIODS - 1) * self.period
 
 
 def find_repeated(model: nn.Module) -> Repeated | None:

@@ -165,7 +165,13 @@ def dryrun(
                 lists = [(lists[0][0], repeated.length)]
             try:
                 trace, report = _expanded(module, repeated, lists, run)
-                return DryRun(shape, trace, report, (repeated.traced * len(lists), repeated.length), left_out)
+                return DryRun(
+                    shape,
+                    trace,
+                    report,
+                    (repeated.enough_of(repeated.length, lists=len(lists)) * len(lists), repeated.length),
+                    left_out,
+                )
             except NotPeriodic:
                 pass  # then all of them
         trace, report = run(module)
@@ -187,7 +193,7 @@ def _expanded(
         kinds = [kind for (kind, _), count in zip(lists, counts, strict=True) for _ in range(count)]
         return run(shallow_copy(module, repeated, len(kinds)), kinds if len(lists) > 1 else None)
 
-    least = [min(repeated.enough_of(blocks), blocks) for _, blocks in lists]
+    least = [min(repeated.enough_of(blocks, lists=len(lists)), blocks) for _, blocks in lists]
     periods = [(blocks - enough) // repeated.period for (_, blocks), enough in zip(lists, least, strict=True)]
     fewer, report = trace(least)
     grown = [i for i, count in enumerate(periods) if count]
@@ -264,7 +270,8 @@ class _Step:
         """What a first step finds and allocates: linears that share an input, FSDP2's buffers, the state of the optimizer."""
         with self.recorder.recording():
             with evaluating(self.model):
-                self.model(input_ids=self.ids[:1], labels=self.ids[:1])
+                short = self.ids[:1, : self.grid.x * self.grid.y * 8]
+                self.model(input_ids=short, labels=short)
             for parameter in self.model.parameters():
                 parameter.grad = parameter.detach()
             self.recorder.phase = "optimizer"
