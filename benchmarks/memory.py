@@ -17,7 +17,9 @@ import argparse
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
@@ -27,6 +29,7 @@ from benchmarks.ranks import RankPool
 from fourfold.config.describe import sized_model_config
 from fourfold.dry_run.run import dryrun
 from fourfold.mesh.grid import Grid
+from fourfold.optim.kinds import Optimizer
 from fourfold.parallel.parallelize import parallelize
 
 GRID = (1, 2, 2, 2)
@@ -72,11 +75,12 @@ def load_rank(folder: Path) -> Use:
 VOCABULARY = 128_256
 LOSS_TOKENS = (2, 1024)  # sequences and their length, on two ranks
 MOST_OF_WHOLE = 0.5  # of the rise with all logits
-# (title, grid, sequences, length, GiB at most)
+# (title, grid, sequences, length, GiB at most), each with moments in fp32 and in bf16
 DRY_RUNS = (
     ("8B on z=8, 8,192 tokens a rank", (1, 8, 1, 1), 8, 8192, 17.0),
     ("8B on z=8, x=8, 131,072 tokens a rank", (1, 8, 1, 8), 8, 131_072, 12.0),
 )
+OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "adamw-bf16")
 
 
 def step_rise_mb(is_chunked: bool) -> float:
@@ -111,13 +115,17 @@ def loss() -> int:
     )
     config = sized_model_config("8b", VOCABULARY) | {"max_position_embeddings": 131_072}
     held = 0
-    for title, shape, sequences, length, limit_gib in DRY_RUNS:
-        peak = dryrun(config, shape, sequences=sequences, length=length, activation_checkpointing="full").peak
+    cases = list(product(DRY_RUNS, OPTIMIZERS))
+    for (title, shape, sequences, length, limit_gib), optimizer in cases:
+        options: dict[str, Any] = {"activation_checkpointing": "full", "optimizer": optimizer}
+        peak = dryrun(config, shape, sequences=sequences, length=length, **options).peak
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in peak.by_category.items() if size)
         held += peak.bytes / 2**30 <= limit_gib
-        print(f"dry run of {title}: {peak.bytes / 2**30:.2f} GiB, at most {limit_gib:g} ({parts})")
-    print(f"loss: by chunks {ratio:.2f} of the memory; {held}/{len(DRY_RUNS)} dry runs within their limits")
-    return 0 if good and held == len(DRY_RUNS) else 1
+        print(
+            f"dry run of {title}, {optimizer}: {peak.bytes / 2**30:.2f} GiB, at most {limit_gib:g} ({parts})"
+        )
+    print(f"loss: by chunks {ratio:.2f} of the memory; {held}/{len(cases)} dry runs within their limits")
+    return 0 if good and held == len(cases) else 1
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
