@@ -19,11 +19,11 @@ from fourfold.optim.adamw_bf16 import AdamWBf16
 # An optimizer that reads whole matrices would give different results on different grids.
 ELEMENTWISE = (
     torch.optim.AdamW,
-    AdamWBf16,
     torch.optim.Adam,
     torch.optim.SGD,
     torch.optim.Adagrad,
     torch.optim.RMSprop,
+    AdamWBf16,
 )
 
 
