@@ -29,7 +29,6 @@ NAMES = {
     "torch._C._distributed_c10d._dump_fr_trace_json": "the flight recorder's collectives, in the report of a hang",
     "torch._dynamo": "a setting for the trace of a recomputed block",
     "torch._assert_async": "check token ids without waiting for the device",
-    "torch._foreach_add_": "raise many step counts in one call",
     "torch._foreach_copy_": "copy many tensors in one call",
     "torch._foreach_mul_": "scale many gradients in one call",
     "torch._subclasses.FakeTensor": "the device of a tensor without data",

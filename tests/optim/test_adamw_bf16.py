@@ -72,7 +72,7 @@ def test_a_flag_skips_a_step():
 def test_a_second_moment_that_would_not_move_is_rejected():
     with pytest.raises(ValueError, match=r"beta2=0.999 .* use at most 0.99"):
         AdamWBf16([torch.nn.Parameter(torch.ones(3))], betas=(0.9, 0.999))
-    with pytest.raises(ValueError, match=r"betas\[1\]=0.999 .* use at most 0.99"):
+    with pytest.raises(ValueError, match=r"beta2=0.999 .* use at most 0.99"):
         OptimizerSection(name="adamw-bf16", betas=(0.9, 0.999))
     with pytest.raises(ValueError, match="amsgrad=True is not supported"):
         AdamWBf16([torch.nn.Parameter(torch.ones(3))], **OPTIONS, amsgrad=True)
@@ -157,6 +157,6 @@ def test_a_run_resumes_with_the_same_bits(pool: RankPool, tmp_path: Path) -> Non
     for before, (dtypes, after) in zip(saved, loaded, strict=True):
         assert dtypes == {torch.bfloat16}
         assert all(torch.equal(before[name], after[name]) for name in before)
-    said = "exp_avg is torch.bfloat16 in the checkpoint, and torch.float32 in this optimizer"
+    said = "exp_avg is torch.bfloat16 in the checkpoint, but torch.float32 here"
     with pytest.raises(Exception, match=said):
         pool.run(load, 2, str(tmp_path), (1, 2, 1, 1), "adamw")

@@ -151,8 +151,8 @@ class LoadPlanner(DefaultLoadPlanner):
             for shard in held.shards:
                 if stored.properties.dtype != shard.local.dtype:
                     raise ValueError(
-                        f"{name} is {stored.properties.dtype} in the checkpoint, but {shard.local.dtype} here; build the model in "
-                        "the dtype of the checkpoint"
+                        f"{name} is {stored.properties.dtype} in the checkpoint, but {shard.local.dtype} here; build the model "
+                        "and its optimizer in the dtypes of the checkpoint"
                     )
             needed = sum(shard.local.numel() for shard in held.shards)
             if planned[name] != needed:

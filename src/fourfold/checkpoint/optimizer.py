@@ -58,13 +58,9 @@ def restore(
         known.add(layout.hf_name)
         for kind, tensor in wanted.get(layout.hf_name, {}).items():
             name = f"{PREFIX}{layout.hf_name}.{kind}"
-            optimizer.state[key][kind] = value = _allocate(tensor, parameter, key, layout, options[id(key)])
             moments = getattr(optimizer, "moments_dtype", key.dtype)
-            if value.shape == key.shape and value.dtype != moments:
-                raise ValueError(
-                    f"{name} is {value.dtype} in the checkpoint, and {moments} in this optimizer; use that of the save ('adamw-bf16' has "
-                    "moments in bf16, 'adamw' in fp32)"
-                )
+            value = _allocate(tensor, parameter, key, layout, options[id(key)], moments)
+            optimizer.state[key][kind] = value
             tensors.setdefault(name, LocalShards()).add(_local_shard(name, value, parameter, layout))
     if unknown := set(wanted) - known:
         raise ValueError(
@@ -111,13 +107,14 @@ def _allocate(
     key: Tensor,
     layout: ParameterLayout,
     options: dict[str, Any],
+    moments: torch.dtype,
 ) -> Tensor:
-    dtype = stored.properties.dtype
     if tuple(stored.size) == layout.hf_shape:
-        return torch.zeros_like(key, dtype=dtype, requires_grad=False)
+        return torch.zeros_like(key, dtype=moments, requires_grad=False)
     # As in torch.optim: the step count stays on the host unless the device reads it.
     on_device = options.get("capturable") or options.get("fused")
-    return torch.zeros(tuple(stored.size), dtype=dtype, device=parameter.device if on_device else "cpu")
+    device = parameter.device if on_device else "cpu"
+    return torch.zeros(tuple(stored.size), dtype=stored.properties.dtype, device=device)
 
 
 # -- groups and their options ------------------------------------------------------------------------------------------

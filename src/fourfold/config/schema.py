@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from fourfold.mesh.axes import AXES
-from fourfold.optim.kinds import LARGEST_BETA2, Optimizer
+from fourfold.optim.kinds import Optimizer, check_beta2
 from fourfold.planner.inputs.layout import undivided_axis
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -137,11 +137,8 @@ class OptimizerSection(Section):
 
     @model_validator(mode="after")
     def moments_move(self) -> OptimizerSection:
-        if self.name == "adamw-bf16" and self.betas[1] > LARGEST_BETA2:
-            raise ValueError(
-                f"betas[1]={self.betas[1]} changes the second moment by less than bf16 can show; use at most {LARGEST_BETA2}, or "
-                "name='adamw'"
-            )
+        if self.name == "adamw-bf16":
+            check_beta2(self.betas[1])
         return self
 
 

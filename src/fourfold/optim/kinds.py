@@ -5,6 +5,14 @@ from typing import Literal
 # AdamW; with its two moments in bf16; Muon for the matrices of blocks with AdamW for the rest.
 Optimizer = Literal["adamw", "adamw-bf16", "muon"]
 
-# In bf16 the second moment has to change by more than is rounded away (1/256): by 1 - beta2 of itself in a step.
-LARGEST_BETA2 = 0.99
-PART = 2**24  # elements whose moments are widened at a time: 128 MiB
+PART = 2**24  # elements whose moments are widened from bf16 at a time: 128 MiB
+_LARGEST_BETA2 = 0.99
+
+
+def check_beta2(beta2: float) -> None:
+    """In bf16 the second moment has to change by more than is rounded away (1/256)."""
+    if beta2 > _LARGEST_BETA2:
+        raise ValueError(
+            f"beta2={beta2:g} changes the second moment by {1 - beta2:.2g} of itself in a step, which bf16 rounds away; use at most "
+            f"{_LARGEST_BETA2}, or AdamW with moments in fp32"
+        )

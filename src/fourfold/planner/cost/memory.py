@@ -349,5 +349,7 @@ def _moments(
             STEP_BYTES * (stored - by_muon), *(muon_step_bytes(m) for m in muon_matrices(w, layout))
         )
     if optimizer == "adamw-bf16":
-        in_step = 2 * WIDE_BYTES * min(stored, PART)  # the two moments of a part, in fp32
+        in_step = (
+            2 * WIDE_BYTES * min(max(shard.table, shard.inner) / layout.z, PART)
+        )  # two moments of a parameter, in fp32
     yield at("the optimizer's step", GRADIENT_BYTES * stored, state=moments + in_step)
