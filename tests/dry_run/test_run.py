@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig, OPTConfig, Qwen2Config
@@ -10,7 +11,8 @@ from transformers import LlamaConfig, OPTConfig, Qwen2Config
 from benchmarks import dryrun as benchmark
 from fourfold.cli.main import main
 from fourfold.dry_run.events import Operation, Start, Wait
-from fourfold.dry_run.run import dryrun
+from fourfold.dry_run.run import DryRun, dryrun
+from fourfold.optim import adamw_bf16
 
 
 def config(**changes) -> LlamaConfig:
@@ -45,6 +47,16 @@ def test_dry_run_equals_the_real_run(pool, shape, weights, precision, activation
     assert abs(off) <= benchmark.MEMORY_BAR
 
 
+def whole_and_expanded(blocks: int, shape: Any, **options: Any) -> tuple[DryRun, DryRun]:
+    """The dry run of every block and micro-batch, and that of a few of them."""
+    whole, expanded = (
+        dryrun(config(num_hidden_layers=blocks), shape, length=32, trace_all=trace_all, **options)
+        for trace_all in (True, False)
+    )
+    assert whole.blocks_traced is None
+    return whole, expanded
+
+
 @pytest.mark.parametrize(
     ("checkpointing", "activations", "weights"),
     [
@@ -57,25 +69,29 @@ def test_dry_run_equals_the_real_run(pool, shape, weights, precision, activation
     ],
 )
 def test_expanded_trace_equals_the_trace_of_trace_all(weights, checkpointing, activations):
-    def run(trace_all: bool):
-        return dryrun(
-            config(num_hidden_layers=7),
-            (2, 2, 2, 2),
-            sequences=16,
-            length=32,
-            weights=weights,
-            activations=activations,
-            activation_checkpointing=checkpointing,
-            target="cpu",
-            trace_all=trace_all,
-        )
-
-    whole, expanded = run(True), run(False)
-    assert whole.blocks_traced is None
+    whole, expanded = whole_and_expanded(
+        7,
+        (2, 2, 2, 2),
+        sequences=16,
+        weights=weights,
+        activations=activations,
+        activation_checkpointing=checkpointing,
+        target="cpu",
+    )
     assert expanded.blocks_traced == (3, 7)
     assert expanded.trace.events == list(whole.trace.events)
     assert expanded.peak == whole.peak
     assert expanded.trace.before == whole.trace.before
+
+
+def test_moments_in_bf16_are_updated_block_by_block(monkeypatch):
+    monkeypatch.setattr(adamw_bf16, "PART", 1000)  # several parts of a matrix
+    whole, expanded = whole_and_expanded(
+        7, (1, 2, 1, 1), sequences=2, weights="fsdp2", optimizer="adamw-bf16"
+    )
+    assert expanded.blocks_traced == (3, 7)
+    assert expanded.trace.events == list(whole.trace.events)
+    assert expanded.peak == whole.peak
 
 
 @pytest.mark.parametrize(
@@ -90,21 +106,15 @@ def test_expanded_trace_equals_the_trace_of_trace_all(weights, checkpointing, ac
     ],
 )
 def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks(count, shape, weights, kind):
-    def run(trace_all: bool):
-        return dryrun(
-            config(num_hidden_layers=10),
-            shape,
-            sequences=16,
-            length=32,
-            micro_batches=2,
-            weights=weights,
-            activation_checkpointing=kind,
-            checkpointed_blocks=count,
-            trace_all=trace_all,
-        )
-
-    whole, expanded = run(True), run(False)
-    assert whole.blocks_traced is None
+    whole, expanded = whole_and_expanded(
+        10,
+        shape,
+        sequences=16,
+        micro_batches=2,
+        weights=weights,
+        activation_checkpointing=kind,
+        checkpointed_blocks=count,
+    )
     assert expanded.blocks_traced == (3 if count in (0, 10) else 4, 10)
     assert expanded.trace.events == list(whole.trace.events)
     # Streamed weights have two scalars more at the peak.
@@ -121,20 +131,15 @@ def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks(count, s
     ],
 )
 def test_repeated_micro_batches_equal_those_that_are_traced_one_by_one(weights, checkpointing, target):
-    def run(trace_all: bool):
-        return dryrun(
-            config(num_hidden_layers=2),
-            (2, 2, 1, 2),
-            sequences=24,
-            length=32,
-            micro_batches=6,
-            weights=weights,
-            activation_checkpointing=checkpointing,
-            target=target,
-            trace_all=trace_all,
-        )
-
-    whole, repeated = run(True), run(False)
+    whole, repeated = whole_and_expanded(
+        2,
+        (2, 2, 1, 2),
+        sequences=24,
+        micro_batches=6,
+        weights=weights,
+        activation_checkpointing=checkpointing,
+        target=target,
+    )
     assert (whole.left_out, repeated.left_out) == (0, 3)
     assert list(repeated.trace.events) == list(whole.trace.events)
     assert list(repeated.trace.changes) == list(whole.trace.changes)

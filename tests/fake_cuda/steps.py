@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+from transformers import masking_utils
 
 import fourfold as ff
 from fourfold.dry_run.recorder import replaced
@@ -23,6 +23,7 @@ from fourfold.parallel import parallelize
 from fourfold.parallel.loss.cross_entropy import count_labels
 from fourfold.parallel.options import Options
 from tests.fake_cuda.sanitizer import Sanitizer
+from tests.models import construct
 
 DEVICE = torch.device("cuda", 0)
 Shape = tuple[int, int, int, int]
@@ -78,17 +79,8 @@ def steps(
         with mode:  # FSDP2 allocates on the device
             return shard(*arguments, **more)
 
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=256,
-        attn_implementation="sdpa",
-    )
     with torch.device("meta"):
-        model: nn.Module = LlamaForCausalLM(config)
+        model = construct("llama")
     # transformers reads values of positions, which a fake tensor does not have.
     found = replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     with fake_grid(shape) as grid, found:

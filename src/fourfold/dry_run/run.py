@@ -164,14 +164,8 @@ def dryrun(
             if len(lists) == 1:
                 lists = [(lists[0][0], repeated.length)]
             try:
-                trace, report = _expanded(module, repeated, lists, run)
-                return DryRun(
-                    shape,
-                    trace,
-                    report,
-                    (repeated.enough_of(repeated.length, lists=len(lists)) * len(lists), repeated.length),
-                    left_out,
-                )
+                trace, report, traced = _expanded(module, repeated, lists, run)
+                return DryRun(shape, trace, report, (traced, repeated.length), left_out)
             except NotPeriodic:
                 pass  # then all of them
         trace, report = run(module)
@@ -186,8 +180,11 @@ def _expanded(
     repeated: Repeated,
     lists: _Lists,
     run: Callable[[nn.Module, Sequence[ActivationCheckpointing] | None], tuple[Trace, Report]],
-) -> tuple[Trace, Report]:
-    """The step of all blocks, from shallow copies of the model: one, and for each list one with a period more."""
+) -> tuple[Trace, Report, int]:
+    """The step of all blocks, from shallow copies of the model: one, and for each list one with a period more.
+
+    Also the number of blocks of the first copy.
+    """
 
     def trace(counts: Sequence[int]) -> tuple[Trace, Report]:
         kinds = [kind for (kind, _), count in zip(lists, counts, strict=True) for _ in range(count)]
@@ -198,7 +195,7 @@ def _expanded(
     fewer, report = trace(least)
     grown = [i for i, count in enumerate(periods) if count]
     more = [trace([n + repeated.period * (i == j) for j, n in enumerate(least)])[0] for i in grown]
-    return expand(fewer, more, repeated, [periods[i] for i in grown]), report
+    return expand(fewer, more, repeated, [periods[i] for i in grown]), report, sum(least)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from fourfold.mesh.axes import AXES
 from fourfold.optim.kinds import Optimizer
@@ -137,7 +137,7 @@ def schedule_of(cluster: Cluster, precision: str, *, is_compiled: bool = False) 
 # -- simulation -------------------------------------------------------------------------------------------------------
 
 
-def refuse_compiled(instead: str) -> None:
+def refuse_compiled(instead: str) -> NoReturn:
     """Simulations are over dry runs, which follow blocks operator by operator."""
     raise ValueError(f"a simulation follows blocks operator by operator, and these are compiled; {instead}")
 
