@@ -34,6 +34,7 @@ NAMES = {
     "torch._subclasses.FakeTensor": "the device of a tensor without data",
     "torch._subclasses.FakeTensorMode": "tensors without data, in a dry run",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "a model that asks for a value, in a dry run",
+    "torch._subclasses.fake_tensor.in_kernel_invocation_manager": "views of tensors without data",
     "torch.Tensor._make_wrapper_subclass": "make a tensor subclass that holds other tensors",
     "torch.autograd.Variable._execution_engine": "call back at the end of backward",
     "torch.autograd._get_sequence_nr": "the order in which autograd runs nodes",

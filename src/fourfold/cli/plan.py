@@ -75,7 +75,7 @@ def add_to(commands: Any) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="also simulate the best N layouts over their dry runs, which takes about half a minute each (default: 0)",
+        help="also simulate the best N layouts over their dry runs, which takes ten to twenty seconds each on a core (default: 0)",
     )
     add_engine(parser, "weights", unless="the run config's, or FSDP2 on GPUs, streamed on CPUs")
     add_engine(parser, "precision", unless="the run config's, or bf16 on GPUs, fp32 on CPUs")

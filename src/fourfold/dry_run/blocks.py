@@ -4,19 +4,19 @@ A deep model's step is made from those of two shallow ones: what one more period
 Two traces, of n blocks and of one period more, differ in each phase by a run of events: the second is the first with
 that run inserted. Repeated, the run gives the step of any depth. What belongs to no block, but to all of them (the norm of
 the gradients, the collective of all small weights), has the same events in both, with sizes that grow by the same amount
-for each period. Blocks that are recomputed in two ways are two lists, one after the other, each with a longer copy of its own.
+for each period. Blocks that are recomputed in two ways are two lists, one after the other: the longer copy has one period
+more of each.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -24,8 +24,8 @@ from fourfold.dry_run.events import CATEGORIES, Category, Event, Operation, Star
 
 _LONGEST_PERIOD = 8
 # Blocks at either end of a step differ from those in the middle: the first weight has nothing to overlap with, and
-# gradients of two blocks may be in flight. These are enough for a middle, counted in periods.
-_PERIODS = 3
+# weights and gradients of two blocks may be in flight in backward. So many blocks have to be before a middle one, in periods.
+_BEFORE_MIDDLE = 2
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,16 @@ class Repeated:
     def traced(self) -> int:
         return self.enough_of(self.length)
 
-    def enough_of(self, blocks: int, lists: int = 1) -> int:
+    def enough_of(self, blocks: int, first: int = 0) -> int:
         """How many of these blocks show all that there is to see: this many, and with one period more.
 
-        Of two lists each has one end of the step.
+        There are ``first`` blocks before them.
         """
-        return blocks % self.period + (_PERIODS if lists == 1 else _PERIODS - 1) * self.period
+        return blocks % self.period + self.middle(first) + self.period
+
+    def middle(self, first: int) -> int:
+        """Which of these blocks, with ``first`` before them, is like those in the middle also in backward; one of their kind is before it."""
+        return max(self.period, _BEFORE_MIDDLE * self.period - first)
 
 
 def find_repeated(model: nn.Module) -> Repeated | None:
@@ -94,32 +98,173 @@ _Item = tuple[Event, Changes]
 
 
 class NotPeriodic(Exception):
-    """The two traces differ by more than a run of events in each phase."""
+    """The two traces differ by more than a run of events for each list in each phase."""
 
 
-def expand(fewer: Trace, more: Sequence[Trace], repeated: Repeated, periods: Sequence[int]) -> Trace:
-    """``fewer`` with so many more periods of the blocks of each list; each of ``more`` has one period of a list more."""
-    part = re.compile(rf"(^|\.){re.escape(repeated.name)}\.(\d+)")
-    items: list[_Item] = []
-    phases, phases_more = _by_phase(fewer), [_by_phase(trace) for trace in more]
-    names = [name for name, _ in phases]
-    if any([name for name, _ in other] != names for other in phases_more):
-        raise NotPeriodic("phases")
-    # By how many blocks each repetition of a list's period moves on: also over those of the lists before it.
-    shifts, first = [], 0
-    for count in periods:
-        shifts.append([first + repeated.period * turn for turn in range(count)])
-        first += repeated.period * count
-    for i, (name, short) in enumerate(phases):
-        order = [turns[::-1] if name == "backward" else turns for turns in shifts]
-        items += _expand_phase(short, [other[i][1] for other in phases_more], part, order)
-    before = {
-        c: _grown(fewer.before.get(c, 0), [trace.before.get(c, 0) for trace in more], periods)
-        for c in CATEGORIES
-        if any(trace.before.get(c, 0) for trace in (fewer, *more))
-    }
-    last = _grow_changes(list(fewer.changes[-1]), [list(trace.changes[-1]) for trace in more], periods)
-    return Trace([event for event, _ in items], [*(changes for _, changes in items), last], before)
+class Growth(NamedTuple):
+    """A list of blocks of which the longer trace has one period more than the shorter."""
+
+    first: int  # its first block in the shorter trace
+    first_longer: int  # and in the longer
+    periods: int  # that the model has more than the shorter trace
+
+
+def expand(fewer: Trace, more: Trace, repeated: Repeated, growths: Sequence[Growth]) -> Trace:
+    """``fewer`` with as many more periods of each list as the model has."""
+    return _Expansion(repeated, growths).trace(fewer, more)
+
+
+class _Expansion:
+    def __init__(self, repeated: Repeated, growths: Sequence[Growth]) -> None:
+        self._part = re.compile(rf"(^|\.){re.escape(repeated.name)}\.(\d+)")
+        self._repeated, self._period, self._growths = repeated, repeated.period, growths
+        self._periods = sum(growth.periods for growth in growths)
+        self._block_of: dict[str, int | None] = {}  # by module
+        self._moved_modules: dict[tuple[str, int], str] = {}  # by module and how many blocks it moves on
+
+    def trace(self, fewer: Trace, more: Trace) -> Trace:
+        phases, phases_more = _by_phase(fewer), _by_phase(more)
+        if [name for name, _ in phases] != [name for name, _ in phases_more]:
+            raise NotPeriodic("phases")
+        items: list[_Item] = []
+        for (name, short), (_, long) in zip(phases, phases_more, strict=True):
+            items += self._expand_phase(short, long, is_backward=name == "backward")
+        before = {
+            c: self._grown(fewer.before.get(c, 0), more.before.get(c, 0))
+            for c in CATEGORIES
+            if fewer.before.get(c, 0) or more.before.get(c, 0)
+        }
+        last = self._grow_changes(list(fewer.changes[-1]), list(more.changes[-1]))
+        return Trace([event for event, _ in items], [*(changes for _, changes in items), last], before)
+
+    def _expand_phase(self, short: list[_Item], long: list[_Item], *, is_backward: bool) -> list[_Item]:
+        """By lists: the events up to a period in the middle, this period as often as the model has it, and so on."""
+        starts, starts_longer = self._starts(short), self._starts(long)
+        out: list[_Item] = []
+        i = j = 0  # in the shorter and in the longer trace
+        left_out = 0  # blocks of earlier lists
+        runs = []
+        for first, first_longer, periods in self._growths:
+            middle = self._repeated.middle(first)
+            ends = (middle + self._period - 1, middle - 1) if is_backward else (middle, middle + self._period)
+            shifts = [left_out + self._period * turn for turn in range(periods)]
+            begin, end = (starts_longer.get(first_longer + block) for block in ends)
+            at = starts.get(first + (ends[1] if is_backward else middle))
+            runs.append((at, begin, end, shifts[::-1] if is_backward else shifts))
+            left_out += self._period * (periods - 1)
+        if not starts_longer:
+            runs = []  # of no block, as the optimizer's step
+        for at, begin, end, shifts in runs[::-1] if is_backward else runs:
+            if at is None or begin is None or end is None or not (i <= at and j <= begin < end):
+                raise NotPeriodic("blocks that do nothing, or not one after another")
+            out += self._expand_rest(short[i:at], long[j:begin])
+            out += [(self._moved(e, shift), changes) for shift in shifts for e, changes in long[begin:end]]
+            i, j = at, end
+        return [*out, *self._expand_rest(short[i:], long[j:])]
+
+    def _starts(self, items: list[_Item]) -> dict[int, int]:
+        """The first operation of each block."""
+        starts: dict[int, int] = {}
+        for i, (event, _) in enumerate(items):
+            if isinstance(event, Operation) and (block := self._block(event)) is not None:
+                starts.setdefault(block, i)
+        return starts
+
+    def _expand_rest(self, short: list[_Item], long: list[_Item]) -> list[_Item]:
+        """What both traces have, and what each period adds to it without saying whose it is, as to the optimizer's step."""
+        out: list[_Item] = []
+        i = j = 0
+        lists = len(self._growths)
+        for equal, extra in _differences(*self._keys([e for e, _ in short], [e for e, _ in long])):
+            both = zip(short[i : i + equal], long[j : j + equal], strict=True)
+            out += [self._grow(of_short, of_long) for of_short, of_long in both]
+            i, j = i + equal, j + equal
+            if extra % lists:
+                raise NotPeriodic(f"{extra} events more of {lists} lists of like blocks")
+            period = long[j : j + extra // lists]
+            for turn in range(self._periods):
+                out += [(self._moved(e, self._period * turn), changes) for e, changes in period]
+            j += extra
+        return out
+
+    def _keys(
+        self, short: list[Event], long: list[Event]
+    ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        """What makes an event of one trace the same as one of the other.
+
+        The size tells two of a kind in one module apart, unless it is one that grows with the number of blocks.
+        """
+        keys = [self._key(e) for e in short], [self._key(e) for e in long]
+        fixed = set(keys[0]) & set(keys[1])
+        first, second = ([key if key in fixed else key[:-1] for key in of_trace] for of_trace in keys)
+        return first, second
+
+    def _key(self, event: Event) -> tuple[Any, ...]:
+        module = self._part.sub("", event.module)
+        if isinstance(event, Operation):
+            return ("operation", event.phase, event.name, module, (event.shape, event.bytes_moved))
+        size = event.payload_bytes if isinstance(event, Start) else None
+        return (type(event).__name__, event.phase, event.axis, event.kind, event.purpose, module, size)
+
+    def _grow(self, short: _Item, long: _Item) -> _Item:
+        event, other = short[0], long[0]
+        if short == long:
+            return short
+        changes = self._grow_changes(short[1], long[1])
+        # Between it and the first block there may be one list that grows, or two.
+        blocks = (self._block(other) or 0) - (self._block(event) or 0)
+        lists, rest = divmod(blocks, self._period)
+        if rest or not 0 <= lists <= len(self._growths):
+            raise NotPeriodic(f"{other.module} for {event.module}")
+        event = self._moved(event, self._period * sum(growth.periods for growth in self._growths[:lists]))
+        if isinstance(event, Operation):
+            assert isinstance(other, Operation)
+            event = replace(
+                event,
+                flops=self._grown(event.flops, other.flops),
+                bytes_moved=self._grown(event.bytes_moved, other.bytes_moved),
+                shape=tuple(int(self._grown(*sizes)) for sizes in zip(event.shape, other.shape, strict=True)),
+            )
+        elif isinstance(event, Start):
+            assert isinstance(other, Start)
+            event = replace(event, payload_bytes=self._grown(event.payload_bytes, other.payload_bytes))
+        return event, changes
+
+    def _grow_changes(self, short: Changes, long: Changes) -> Changes:
+        if [c for c, _ in short] == [c for c, _ in long]:
+            return [(c, self._grown(size, more)) for (c, size), (_, more) in zip(short, long, strict=True)]
+        # Another number of tensors (an optimizer's, one for each parameter): what all of them take, then what they give back.
+        out: Changes = []
+        for sign in (1, -1):
+            for category in CATEGORIES:
+                size, more = (
+                    sum(size for c, size in changes if c == category and size * sign > 0)
+                    for changes in (short, long)
+                )
+                if size or more:
+                    out.append((category, self._grown(size, more)))
+        return out
+
+    def _grown(self, short: float, long: float) -> float:
+        """Each list of like blocks adds as much to what is not of one block."""
+        return short + (long - short) * self._periods / len(self._growths)
+
+    def _block(self, event: Event) -> int | None:
+        module = event.module
+        if module not in self._block_of:
+            found = self._part.search(module)
+            self._block_of[module] = int(found[2]) if found else None
+        return self._block_of[module]
+
+    def _moved(self, event: Event, shift: int) -> Event:
+        if not shift or self._block(event) is None:
+            return event
+        moved = (event.module, shift)
+        if moved not in self._moved_modules:
+            self._moved_modules[moved] = self._part.sub(
+                lambda m: m[0][: m.start(2) - m.start()] + str(int(m[2]) + shift), event.module
+            )
+        return replace(event, module=self._moved_modules[moved])
 
 
 def _by_phase(trace: Trace) -> list[tuple[str, list[_Item]]]:
@@ -132,29 +277,7 @@ def _by_phase(trace: Trace) -> list[tuple[str, list[_Item]]]:
     return [(name, list(of_phase)) for name, of_phase in groupby(items, phase)]
 
 
-def _expand_phase(
-    short: list[_Item], longer: list[list[_Item]], part: re.Pattern[str], shifts: list[list[int]]
-) -> list[_Item]:
-    """``shifts``: for each of the longer ones, by how many blocks each repetition of its run moves on."""
-    periods = [len(turns) for turns in shifts]
-    same: list[list[_Item]] = []  # of each longer one, what is in the shorter one as well
-    runs: dict[int, list[_Item]] = defaultdict(list)  # what goes before an event of the shorter one
-    for long, turns in zip(longer, shifts, strict=True):
-        common: list[_Item] = []
-        at = 0
-        for equal, extra in _runs(*_keys([e for e, _ in short], [e for e, _ in long], part)):
-            common += long[at : at + equal]
-            run = long[at + equal : at + equal + extra]
-            runs[len(common)] += [(_moved(e, part, shift), changes) for shift in turns for e, changes in run]
-            at += equal + extra
-        same.append(common)
-    out: list[_Item] = []
-    for i, item in enumerate(short):
-        out += [*runs[i], _grow(item, [common[i] for common in same], periods, part)]
-    return [*out, *runs[len(short)]]
-
-
-def _runs(short: list[tuple[Any, ...]], long: list[tuple[Any, ...]]) -> list[tuple[int, int]]:
+def _differences(short: list[tuple[Any, ...]], long: list[tuple[Any, ...]]) -> list[tuple[int, int]]:
     """(events that are the same, events that only the longer has after them), from one end to the other."""
     extra = len(long) - len(short)
     same = 0
@@ -174,80 +297,3 @@ def _runs(short: list[tuple[Any, ...]], long: list[tuple[Any, ...]]) -> list[tup
         else:
             raise NotPeriodic(f"{kind} of events {i} to {j} of {len(short)}")
     return [*runs, (same, 0)]
-
-
-def _keys(
-    short: list[Event], long: list[Event], part: re.Pattern[str]
-) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """What makes an event of one trace the same as one of the other.
-
-    The size tells two of a kind in one module apart, unless it is one that grows with the number of blocks.
-    """
-    keys = [_key(e, part) for e in short], [_key(e, part) for e in long]
-    fixed = set(keys[0]) & set(keys[1])
-    first, second = ([key if key in fixed else key[:-1] for key in of_trace] for of_trace in keys)
-    return first, second
-
-
-def _key(event: Event, part: re.Pattern[str]) -> tuple[Any, ...]:
-    module = part.sub("", event.module)
-    if isinstance(event, Operation):
-        return ("operation", event.phase, event.name, module, (event.shape, event.bytes_moved))
-    size = event.payload_bytes if isinstance(event, Start) else None
-    return (type(event).__name__, event.phase, event.axis, event.kind, event.purpose, module, size)
-
-
-def _grow(short: _Item, longer: list[_Item], periods: Sequence[int], part: re.Pattern[str]) -> _Item:
-    event, others = short[0], [other for other, _ in longer]
-    # What is in a later block of a longer trace moves on by as many blocks for every period.
-    block = _block(event, part)
-    event = _moved(
-        event, part, int(_grown(block, [_block(other, part) for other in others], periods)) - block
-    )
-    if isinstance(event, Operation):
-        operations = [other for other in others if isinstance(other, Operation)]
-        sizes = zip(event.shape, *(other.shape for other in operations), strict=True)
-        event = replace(
-            event,
-            flops=_grown(event.flops, [other.flops for other in operations], periods),
-            bytes_moved=_grown(event.bytes_moved, [other.bytes_moved for other in operations], periods),
-            shape=tuple(int(_grown(size, more, periods)) for size, *more in sizes),
-        )
-    elif isinstance(event, Start):
-        sent = [other.payload_bytes for other in others if isinstance(other, Start)]
-        event = replace(event, payload_bytes=_grown(event.payload_bytes, sent, periods))
-    return event, _grow_changes(short[1], [changes for _, changes in longer], periods)
-
-
-def _grow_changes(short: Changes, longer: list[Changes], periods: Sequence[int]) -> Changes:
-    categories = [c for c, _ in short]
-    if all([c for c, _ in long] == categories for long in longer):
-        sizes = zip(*([size for _, size in changes] for changes in (short, *longer)), strict=True)
-        return [(c, _grown(size, more, periods)) for c, (size, *more) in zip(categories, sizes, strict=True)]
-    # Another number of tensors (an optimizer's, one for each parameter): what all of them take, then what they give back.
-    out: Changes = []
-    for sign in (1, -1):
-        for category in CATEGORIES:
-            size, *more = (
-                sum(size for c, size in changes if c == category and size * sign > 0)
-                for changes in (short, *longer)
-            )
-            if size or any(more):
-                out.append((category, _grown(size, more, periods)))
-    return out
-
-
-def _grown(short: float, longer: Sequence[float], periods: Sequence[int]) -> float:
-    return short + sum((long - short) * count for long, count in zip(longer, periods, strict=True))
-
-
-def _block(event: Event, part: re.Pattern[str]) -> int:
-    found = part.search(event.module)
-    return int(found[2]) if found else 0
-
-
-def _moved(event: Event, part: re.Pattern[str], shift: int) -> Event:
-    if not shift or not part.search(event.module):
-        return event
-    module = part.sub(lambda m: m[0][: m.start(2) - m.start()] + str(int(m[2]) + shift), event.module)
-    return replace(event, module=module)

@@ -6,7 +6,7 @@ import math
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +24,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold import untrusted_input as outside
-from fourfold.dry_run.blocks import NotPeriodic, Repeated, expand, find_repeated, shallow_copy
+from fourfold.dry_run.blocks import Growth, NotPeriodic, Repeated, expand, find_repeated, shallow_copy
 from fourfold.dry_run.events import Operation, Peak, Start, Trace
+from fourfold.dry_run.loss_chunks import repeated_chunks
 from fourfold.dry_run.micro_batches import TRACED, with_repeated
 from fourfold.dry_run.recorder import Recorder, replaced
 from fourfold.dry_run.show import show
@@ -104,8 +105,8 @@ def dryrun(
     ``model`` is built on ``meta``, or a Hugging Face configuration or its dict, or the path of its ``config.json``. ``sequences``
     of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
     ``target`` devices. ``attention`` is that of packed documents, as in a run config; "varlen" also holds for rows that are not
-    packed. The other options are those of `parallelize`. If many blocks are alike, only a few are traced, and three of the micro-batches, unless ``trace_all``. Raises
-    what the real start would raise.
+    packed. The other options are those of `parallelize`. Of what is alike only a few are traced, unless ``trace_all``: blocks,
+    micro-batches, chunks of the loss. Raises what the real start would raise.
 
     Example:
         >>> run = dryrun(config, (64, 16, 1, 2), sequences=1024, length=16)  # 2,048 ranks; a path of a config.json does, too
@@ -140,7 +141,7 @@ def dryrun(
                 report = report.with_note(
                     "compile: operators and memory are those of blocks that are not compiled"
                 )
-            step = _Step(model, grid, report, optimizer, micro_batches, left_out, is_masked)
+            step = _Step(model, grid, report, optimizer, micro_batches, left_out, trace_all, is_masked)
             try:
                 return step.trace(own, length), report
             except DataDependentOutputException as error:
@@ -181,7 +182,7 @@ def _expanded(
     lists: _Lists,
     run: Callable[[nn.Module, Sequence[ActivationCheckpointing] | None], tuple[Trace, Report]],
 ) -> tuple[Trace, Report, int]:
-    """The step of all blocks, from shallow copies of the model: one, and for each list one with a period more.
+    """The step of all blocks, from shallow copies of the model: one, and one with a period more of each list.
 
     Also the number of blocks of the first copy.
     """
@@ -190,12 +191,20 @@ def _expanded(
         kinds = [kind for (kind, _), count in zip(lists, counts, strict=True) for _ in range(count)]
         return run(shallow_copy(module, repeated, len(kinds)), kinds if len(lists) > 1 else None)
 
-    least = [min(repeated.enough_of(blocks, lists=len(lists)), blocks) for _, blocks in lists]
-    periods = [(blocks - enough) // repeated.period for (_, blocks), enough in zip(lists, least, strict=True)]
+    least: list[int] = []
+    longer: list[int] = []
+    growths: list[Growth] = []
+    for _, blocks in lists:
+        enough = min(repeated.enough_of(blocks, first=sum(least)), blocks)
+        periods = (blocks - enough) // repeated.period
+        if periods:
+            growths.append(Growth(sum(least), sum(longer), periods))
+        least.append(enough)
+        longer.append(enough + (repeated.period if periods else 0))
+    if not growths:
+        raise NotPeriodic("no list of blocks is longer than what has to be traced of it")
     fewer, report = trace(least)
-    grown = [i for i, count in enumerate(periods) if count]
-    more = [trace([n + repeated.period * (i == j) for j, n in enumerate(least)])[0] for i in grown]
-    return expand(fewer, more, repeated, [periods[i] for i in grown]), report, sum(least)
+    return expand(fewer, trace(longer)[0], repeated, growths), report, sum(least)
 
 
 @contextmanager
@@ -231,6 +240,7 @@ class _Step:
     optimizer_name: str
     micro_batches: int
     left_out: int  # micro-batches that are not run
+    trace_all: bool
     is_masked: bool  # packed documents are kept apart by a mask
 
     def trace(self, rows: int, length: int) -> Trace:
@@ -246,7 +256,10 @@ class _Step:
             "find_packed_sequence_indices",
             lambda position_ids: torch.zeros_like(position_ids) if self.is_masked else None,
         )
-        with FakeTensorMode(allow_non_fake_inputs=True), found:
+        # Chunks of two half-batches are interleaved: they are not one after another.
+        traces_chunks = self.trace_all or self.report.interleaved
+        chunks = nullcontext() if traces_chunks else repeated_chunks(self.recorder)
+        with FakeTensorMode(allow_non_fake_inputs=True), found, chunks:
             model.to_empty(device=grid.device)
             with self.recorder.recording():
                 for tensor in (*model.parameters(), *model.buffers()):

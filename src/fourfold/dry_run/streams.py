@@ -38,12 +38,13 @@ def on_streams(events: Sequence[Event]) -> list[Event]:
     for start, wait in gathers:
         if events[start].phase != "forward" and (needed := bisect(copies, wait)) < len(copies):
             places[wait] = (copies[needed] - 0.5, events[wait])
+    backward_ends = _ends_of_backward(events)
     for n, (_, wait) in enumerate(scatters):
-        end = _end_of_backward(events, wait)
+        end = backward_ends[bisect(backward_ends, wait)]
         after = scatters[n + 1][0] - 0.25 if n + 1 < len(scatters) else end
         places[wait] = (min(after, end), events[wait])
     for start, wait in sums:
-        places[wait] = (_end_of_backward(events, wait), events[wait])
+        places[wait] = (backward_ends[bisect(backward_ends, wait)], events[wait])
         if scatters and scatters[0][1] < start:
             sent = events[start]
             assert isinstance(sent, Start)
@@ -71,8 +72,7 @@ def _is(event: Event, purpose: str, kind: str = "all_gather", axis: str = "z") -
     return isinstance(event, Start | Wait) and (event.purpose, event.kind, event.axis) == wanted
 
 
-def _end_of_backward(events: Sequence[Event], at: int) -> float:
-    for i in range(at, len(events)):
-        if events[i].phase not in ("backward", "recompute"):
-            return i - 0.1
-    return len(events)
+def _ends_of_backward(events: Sequence[Event]) -> list[float]:
+    """Right before the first event after each micro-batch's backward; the last is after all events."""
+    is_backward = [event.phase in ("backward", "recompute") for event in events]
+    return [*(i - 0.1 for i in range(1, len(events)) if is_backward[i - 1] > is_backward[i]), len(events)]

@@ -6,6 +6,7 @@ and the number of tokens; backward multiplies them by the gradient of the loss.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -55,6 +56,11 @@ def chunked_cross_entropy(
     return loss
 
 
+def chunk_starts(tokens: int, size: int) -> Iterable[int]:
+    """A dry run has fewer (`dry_run/loss_chunks.py`)."""
+    return range(0, tokens, size)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """The sum over this rank's tokens of -log p(label) times ``share``, and its gradients."""
 
@@ -87,7 +93,7 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), device=input.device)
         input_gradient = torch.empty_like(tokens) if wants_input else None
         of_weight = _WeightGradient(block) if wants_weight else None
-        for begin in range(0, tokens.shape[1], size):
+        for begin in chunk_starts(tokens.shape[1], size):
             part = tokens[:, begin : begin + size].flatten(0, 1)
             logits = torch.mm(part, block.t())
             if groups > 1:
