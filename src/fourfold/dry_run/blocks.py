@@ -138,29 +138,36 @@ class _Expansion:
         return Trace([event for event, _ in items], [*(changes for _, changes in items), last], before)
 
     def _expand_phase(self, short: list[_Item], long: list[_Item], *, is_backward: bool) -> list[_Item]:
-        """By lists: the events up to a period in the middle, this period as often as the model has it, and so on."""
-        starts, starts_longer = self._starts(short), self._starts(long)
+        """The events up to a period in the middle of a list, this period as often as the model has it, and so on."""
         out: list[_Item] = []
         i = j = 0  # in the shorter and in the longer trace
-        left_out = 0  # blocks of earlier lists
-        runs = []
-        for first, first_longer, periods in self._growths:
-            middle = self._repeated.middle(first)
-            ends = (middle + self._period - 1, middle - 1) if is_backward else (middle, middle + self._period)
-            shifts = [left_out + self._period * turn for turn in range(periods)]
-            begin, end = (starts_longer.get(first_longer + block) for block in ends)
-            at = starts.get(first + (ends[1] if is_backward else middle))
-            runs.append((at, begin, end, shifts[::-1] if is_backward else shifts))
-            left_out += self._period * (periods - 1)
-        if not starts_longer:
-            runs = []  # of no block, as the optimizer's step
-        for at, begin, end, shifts in runs[::-1] if is_backward else runs:
-            if at is None or begin is None or end is None or not (i <= at and j <= begin < end):
+        for at, begin, end, shifts in self._middles(short, long, is_backward=is_backward):
+            if not (i <= at and j <= begin < end):
                 raise NotPeriodic("blocks that do nothing, or not one after another")
             out += self._expand_rest(short[i:at], long[j:begin])
             out += [(self._moved(e, shift), changes) for shift in shifts for e, changes in long[begin:end]]
             i, j = at, end
         return [*out, *self._expand_rest(short[i:], long[j:])]
+
+    def _middles(
+        self, short: list[_Item], long: list[_Item], *, is_backward: bool
+    ) -> list[tuple[int, int, int, Sequence[int]]]:
+        """Of each list: where in the shorter trace, from and to where in the longer, by how many blocks each repetition moves on."""
+        starts, starts_longer = self._starts(short), self._starts(long)
+        if not starts_longer:
+            return []  # of no block, as the optimizer's step
+        found: list[tuple[int, int, int, Sequence[int]]] = []
+        left_out = 0  # blocks of earlier lists
+        for first, first_longer, periods in self._growths:
+            middle = self._repeated.middle(first)
+            after = middle + self._period
+            blocks = (middle - 1, after - 1, middle - 1) if is_backward else (middle, middle, after)
+            at = starts.get(first + blocks[0], -1)
+            begin, end = (starts_longer.get(first_longer + block, -1) for block in blocks[1:])
+            shifts = range(left_out, left_out + self._period * periods, self._period)
+            found.append((at, begin, end, shifts[::-1] if is_backward else shifts))
+            left_out += self._period * (periods - 1)
+        return found[::-1] if is_backward else found
 
     def _starts(self, items: list[_Item]) -> dict[int, int]:
         """The first operation of each block."""
