@@ -30,6 +30,18 @@ def test_an_interrupt_lets_the_ranks_save(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "saved.json").read_text())[0] in ("SIGINT", "SIGUSR1")
 
 
+@pytest.mark.parametrize("heard_by", ["young", "listening"])
+def test_a_warning_of_the_agent_alone_reaches_the_ranks(tmp_path: Path, heard_by: str) -> None:
+    """Slurm sends it only to the processes that it started, where it tracks them by cgroups; a rank may still be importing."""
+    command = [sys.executable, "-m", "fourfold.launch.agent", "--standalone", "--nproc-per-node=1"]
+    command += [slurm_rank.__file__, str(tmp_path)]
+    with subprocess.Popen(command, start_new_session=True) as agent:
+        wait_until((tmp_path / heard_by).exists, "rank", 60)
+        os.kill(agent.pid, signal.SIGUSR1)
+        assert agent.wait(60) == CONTINUE
+    assert json.loads((tmp_path / "saved.json").read_text())[0] == "SIGUSR1"
+
+
 def agents(folder: Path, module: str, options: Sequence[str], hosts: int = 2) -> list[int]:
     """The exit codes of the agents of N emulated hosts with one rank each."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -25,10 +25,9 @@ REPEAT_S = 2.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    # Slurm sends the warning to every process of a step. Child processes inherit an ignored signal until they install a
-    # handler, so the warning does not kill a rank that is still importing, or one of its subprocesses.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # Kubernetes sends SIGTERM only to the first process of a pod.
+    # Slurm sends the warning to every process of a step, or, where it tracks them by cgroups, to this one alone. Kubernetes
+    # sends SIGTERM only to the first process of a pod.
+    signal.signal(signal.SIGUSR1, _end)
     signal.signal(signal.SIGTERM, _end)
     signal.signal(signal.SIGALRM, _warn_ranks)
 
@@ -72,9 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         # A signal must not kill this process while it exits.
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     return 0
 
 

@@ -152,7 +152,13 @@ class Agent(LocalElasticAgent):
         self._stores.stays_open = self._is_elastic
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        # A child process inherits an ignored signal until it installs a handler: the warning does not kill a rank that is
+        # still importing.
+        handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            signal.signal(signal.SIGUSR1, handler)
         context: Any = self._pcontext
         close = context.close
 
