@@ -30,7 +30,7 @@ def layout(fields: dict[str, Any]) -> Layout:
 
 def peak_gib(fields: dict[str, Any]) -> float:
     workload = from_config(MODEL)
-    return memory(workload, layout(fields), BATCH[0] * BATCH[1]).total_bytes / 2**30
+    return memory(workload, layout(fields), BATCH[0] * BATCH[1], length=BATCH[1]).total_bytes / 2**30
 
 
 def cost(fields: dict[str, Any]) -> list[int]:
@@ -45,7 +45,10 @@ def test_it_fits_and_one_block_less_would_not(gib: float) -> None:
     assert peak_gib(fields) <= limit
     if fields["checkpointed_blocks"] is not None:
         fewer = replace(layout(fields), checkpointed_blocks=fields["checkpointed_blocks"] - 1)
-        assert memory(from_config(MODEL), fewer, BATCH[0] * BATCH[1]).total_bytes / 2**30 > limit
+        assert (
+            memory(from_config(MODEL), fewer, BATCH[0] * BATCH[1], length=BATCH[1]).total_bytes / 2**30
+            > limit
+        )
     # Whole gradients are preferred, unless shards recompute less.
     ways = [chosen(gib, accumulation=way) for way in ("whole", "sharded")]
     fitting = [way for way in ways if peak_gib(way) <= limit]

@@ -91,7 +91,7 @@ def fields_that_fit(
     work_bytes = 2 if engine.precision == "bf16" else 4
 
     def memory_of(tried: Layout) -> Memory:
-        return memory(workload, tried, rows * length, None, work_bytes, optimizer)
+        return memory(workload, tried, rows * length, None, work_bytes, optimizer, length=length)
 
     kinds = KINDS if engine.activation_checkpointing == "auto" else (engine.activation_checkpointing,)
     ways = ACCUMULATION if engine.accumulation == "auto" else (engine.accumulation,)

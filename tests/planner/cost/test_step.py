@@ -178,24 +178,24 @@ def test_mfu_and_hfu_differ_by_recomputation():
 
 def test_states_are_cut_over_z_y_and_x_and_not_over_data():
     def states(*shape: int) -> float:
-        peak = memory(LLAMA, Layout(*shape), 2048)
+        peak = memory(LLAMA, Layout(*shape), 2048, length=64)
         return peak.parameters_bytes + peak.optimizer_bytes
 
     alone = states(1, 1, 1, 1)
     assert alone == pytest.approx(12 * LLAMA.parameters, rel=0.35)  # the optimizer's step adds a temporary
     assert states(8, 1, 1, 1) == pytest.approx(alone)
-    assert memory(LLAMA, Layout(1, 8, 1, 1), 64).parameters_bytes == pytest.approx(
+    assert memory(LLAMA, Layout(1, 8, 1, 1), 64, length=64).parameters_bytes == pytest.approx(
         4 * LLAMA.parameters / 8, rel=1e-3
     )
-    assert memory(LLAMA, Layout(1, 2, 2, 2), 64).parameters_bytes == pytest.approx(
+    assert memory(LLAMA, Layout(1, 2, 2, 2), 64, length=64).parameters_bytes == pytest.approx(
         4 * LLAMA.parameters / 8, rel=1e-3
     )
 
 
 def test_recomputing_holds_less():
     assert (
-        memory(LLAMA, Layout(1, 8, 1, 1, 1, "full"), 16384).total_bytes
-        < 0.5 * memory(LLAMA, Layout(1, 8, 1, 1), 16384).total_bytes
+        memory(LLAMA, Layout(1, 8, 1, 1, 1, "full"), 16384, length=64).total_bytes
+        < 0.5 * memory(LLAMA, Layout(1, 8, 1, 1), 16384, length=64).total_bytes
     )
 
 
@@ -218,8 +218,8 @@ def test_halves_that_take_turns_hide_more():
 
 def test_fp32_work_on_one_z_holds_no_second_copy():
     layout = Layout(1, 1, 1, 2, weights="streamed")
-    assert memory(LLAMA, layout, 64, work_bytes=4).gathered_bytes == 0
-    assert memory(LLAMA, layout, 1 << 16).gathered_bytes > 0
+    assert memory(LLAMA, layout, 64, work_bytes=4, length=64).gathered_bytes == 0
+    assert memory(LLAMA, layout, 1 << 16, length=64).gathered_bytes > 0
 
 
 def test_matrix_by_matrix_has_more_latency_and_the_same_bytes():

@@ -99,7 +99,7 @@ def norm_bytes(workload: Workload, cut: bool, work_bytes: int) -> int:
     return 2 * WIDE_BYTES + work_bytes  # centred and normal in fp32 (parallel/layers.py)
 
 
-def saved_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float:
+def saved_bytes_per_token(w: Workload, layout: Layout, work_bytes: int, length: int) -> float:
     """What autograd keeps of one block for one token; by tokens, for one of the tokens that x and y ranks share.
 
     Sequence-parallel, everything is sharded over both axes except the gathered inputs of linears where they are kept, the
@@ -122,7 +122,13 @@ def saved_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float
     features += 2 * w.hidden / (y if keep_inputs else hidden_parts)
     norm = norm_bytes(w, by_tokens or ranks > 1, work_bytes) - work_bytes
     norms = 2 * (norm * w.hidden / hidden_parts + (WIDE_BYTES / x if by_tokens else 0.0))
-    return work_bytes * features + norms + HEAD_BYTES * w.heads / q_parts
+    kept = work_bytes * features + norms + HEAD_BYTES * w.heads / q_parts
+    if w.kept_more is not None:
+        scores = w.heads * length / q_parts
+        widths = (w.hidden / hidden_parts, w.q_features / q_parts, kv, w.ffn / inner_parts, scores)
+        for (wide, narrow), width in zip(w.kept_more, widths, strict=True):
+            kept += (WIDE_BYTES * wide + work_bytes * narrow) * width
+    return kept
 
 
 def _saved_v(w: Workload, layout: Layout, q: float, kv: float) -> float:
@@ -164,10 +170,12 @@ def memory(
     shard: ShardSizes | None = None,
     work_bytes: int = WORK_BYTES,
     optimizer: Optimizer = "adamw",
+    *,
+    length: int,
 ) -> Memory:
-    """The peak of a rank that processes ``tokens`` at a time, by category."""
+    """The peak of a rank that processes ``tokens`` at a time in sequences of ``length``, by category."""
     shard = shard or shard_of(workload, layout.y, layout.x)
-    moments = _moments(workload, layout, tokens, shard, work_bytes, optimizer)
+    moments = _moments(workload, layout, tokens, shard, work_bytes, optimizer, length)
     return Memory(*max(moments, key=lambda moment: sum(moment[:-1])))
 
 
@@ -181,7 +189,7 @@ class _InWork(NamedTuple):
 
 
 def _in_work(
-    w: Workload, layout: Layout, tokens: float, kind: ActivationCheckpointing, work_bytes: int
+    w: Workload, layout: Layout, tokens: float, kind: ActivationCheckpointing, work_bytes: int, length: int
 ) -> _InWork:
     if kind == "selective":
         layout = replace(layout, keep_inputs=False)
@@ -189,7 +197,7 @@ def _in_work(
     hidden, ffn = hidden_read, ffn_read
     if layout.by_tokens:
         hidden, ffn = hidden / layout.x, ffn / layout.y
-    saved = tokens * saved_bytes_per_token(w, layout, work_bytes)
+    saved = tokens * saved_bytes_per_token(w, layout, work_bytes, length)
     block_input = work_bytes * hidden
     kept = tokens * kept_bytes_per_token(w, layout, work_bytes)
     each = {"none": saved, "selective": block_input + kept, "full": block_input}[kind]
@@ -212,7 +220,13 @@ def _in_work(
 
 
 def _moments(
-    w: Workload, layout: Layout, tokens: float, shard: ShardSizes, work_bytes: int, optimizer: Optimizer
+    w: Workload,
+    layout: Layout,
+    tokens: float,
+    shard: ShardSizes,
+    work_bytes: int,
+    optimizer: Optimizer,
+    length: int,
 ) -> Iterator[tuple[float, float, float, float, float, float, float, str]]:
     """The fields of `Memory` at each moment that may be the peak. A search looks at millions of them, so they are tuples."""
     whole = w.layers * shard.block + shard.outside
@@ -242,7 +256,7 @@ def _moments(
     hidden_read = tokens * w.hidden / layout.y
     hidden = hidden_read / (layout.x if layout.by_tokens else 1)
     block_input = work_bytes * hidden
-    works = {kind: _in_work(w, layout, tokens, kind, work_bytes) for kind, _ in kinds}
+    works = {kind: _in_work(w, layout, tokens, kind, work_bytes, length) for kind, _ in kinds}
     last_norm = norm_bytes(w, cut, work_bytes) * hidden
     if layout.by_tokens:
         # After the last norm the model's code has a tensor of all tokens, and the head a gathered input.
@@ -281,6 +295,11 @@ def _moments(
     saved = sum(works[kind].each * blocks for kind, blocks in kinds) + last_norm
     if layout.ranks == 1:
         logits = (work_bytes + STOCK_LOSS_BYTES) * tokens * columns
+        yield at("the loss", added_up, saved, at_loss, buffers, logits)
+    elif w.whole_logits is not None:
+        wide_logits, narrow_logits = w.whole_logits
+        rows = tokens / (layout.y if layout.by_tokens else 1)
+        logits = (WIDE_BYTES * wide_logits + work_bytes * narrow_logits) * rows * columns
         yield at("the loss", added_up, saved, at_loss, buffers, logits)
     else:
         size = chunk_tokens(w.vocabulary, layout.x)

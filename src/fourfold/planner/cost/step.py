@@ -96,7 +96,8 @@ class Prices:
 
     def memory(self, layout: Layout, tokens: float) -> Memory:
         shard = self.shard(layout.y, layout.x)
-        return memory(self.workload, layout, tokens, shard, self.schedule.weight_bytes, self.optimizer)
+        work_bytes = self.schedule.weight_bytes
+        return memory(self.workload, layout, tokens, shard, work_bytes, self.optimizer, length=self.length)
 
     @_remembered
     def optimizer_time(self, data: int, z: int, y: int, x: int) -> OptimizerTime:

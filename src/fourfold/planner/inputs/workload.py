@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fourfold.untrusted_input import read_json
 
@@ -33,7 +33,51 @@ _NAMES = {
 }
 # Tensors that autograd keeps of an MLP without a gate: by default the input and output of its activation function. Where
 # PyTorch has no single operator for it, also what is between; a function whose gradient needs only its result keeps one.
-_COPIES = {"relu": 1, "relu2": 3, "gelu_new": 5, "gelu_fast": 7}
+_COPIES = {"relu": 1, "relu2": 2, "gelu_new": 5, "gelu_fast": 7}
+
+
+class KeptMore(NamedTuple):
+    """What autograd keeps of a block beyond a block of Llama or GPT-2, by width: (tensors in fp32, in the precision of the work)."""
+
+    hidden: tuple[float, float] = (0, 0)
+    q: tuple[float, float] = (0, 0)
+    kv: tuple[float, float] = (0, 0)
+    ffn: tuple[float, float] = (0, 0)
+    scores: tuple[float, float] = (0, 0)  # heads x length: attention that is not fused
+
+
+# Measured with dry runs (`tests/planner/cost/test_memory.py`). Most have more norms: of q and k, or after attention and the MLP.
+_NORMS_OF_Q_AND_K = KeptMore(q=(1, 1), kv=(1, 1))
+_KEPT_MORE = {
+    "qwen3": _NORMS_OF_Q_AND_K,
+    "hunyuan_v1_dense": _NORMS_OF_Q_AND_K,
+    "exaone4": _NORMS_OF_Q_AND_K,
+    "gemma": KeptMore(hidden=(2, -2)),
+    "gemma3_text": KeptMore(hidden=(6, -2), q=(2, 0), kv=(2, 0)),
+    "gemma2": KeptMore(hidden=(6, -2), q=(0, 2), kv=(0, -2), scores=(2, 0)),
+    "gptj": KeptMore(hidden=(2, -4), scores=(2, -1)),
+    "codegen": KeptMore(hidden=(0, -4), scores=(2, -1)),
+    "cohere": KeptMore(hidden=(2, -4)),
+    "cohere2": KeptMore(hidden=(2, -4)),
+    "phi": KeptMore(hidden=(0, -1)),
+    "bloom": KeptMore(scores=(2, -1)),
+    "mpt": KeptMore(hidden=(-2, 0), scores=(2, -1)),
+    "glm": KeptMore(q=(0, 1)),
+    "glm4": KeptMore(hidden=(2, 2), q=(0, 1)),
+    "olmo": KeptMore(hidden=(0, -2)),
+    "olmo2": KeptMore(hidden=(2, -2), q=(2, 0), kv=(2, 0)),
+    "olmo3": KeptMore(hidden=(2, -2), q=(2, 0), kv=(2, 0)),
+    "stablelm": KeptMore(hidden=(-2, 1)),
+    "helium": KeptMore(hidden=(2, -2)),
+    "persimmon": KeptMore(hidden=(-2, 1)),
+    "nemotron": KeptMore(hidden=(-2, 0), q=(0, 1)),
+    "biogpt": KeptMore(hidden=(-2, 0)),
+}
+# Families that scale, cap or add to the logits after the head, so that the loss is not by chunks: what there is of each logit at its peak.
+_WHOLE_LOGITS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("granite", "cohere", "cohere2", "gptj", "opt", "phi", "codegen"), (2, 1)),
+    "gemma2": (2, 2),
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +101,10 @@ class Workload:
     fused_qkv: bool = False  # q, k and v are one matrix
     norms_all_heads: bool = False  # q and k have norms over the heads of a rank together
     rotates: bool = True  # positions are in q and k, which are made anew by it
+    kept_more: KeptMore | None = None
+    whole_logits: tuple[float, float] | None = (
+        None  # of each logit: tensors in fp32 and in the precision of the work
+    )
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -190,6 +238,8 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         fused_qkv=family in _FUSED_QKV,
         norms_all_heads=family in _NORMS_ALL_HEADS,
         rotates=family not in _NOT_ROTATED,
+        kept_more=_KEPT_MORE.get(family),
+        whole_logits=_WHOLE_LOGITS.get(family),
     )
 
 
