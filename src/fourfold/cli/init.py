@@ -19,7 +19,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "init",
         help="write a starting run config",
-        description="Write a run config with every field and its description. It works on any number of ranks: the grid is "
+        description="Write a run config with every field and its description. It works on any number of ranks that divides the sequences of its batch: the grid is "
         "chosen when the run starts, unless you set one. The model is a pretrained one to fine-tune, an architecture with "
         "random init, or a Llama of a size, whose config.json is written into a folder named as the run config.",
         epilog="Example: fourfold init run.toml --pretrained Qwen/Qwen3-8B --data text",

@@ -62,7 +62,7 @@ def plan(
     those, so that they have formulas alone. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
     latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which.
 
-    Any other module that takes ``input_ids`` and ``labels`` and returns the ``.loss`` of its ``loss_function`` has no formulas:
+    Any other module that takes ``input_ids``, ``labels`` and ``**kwargs`` of its loss and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them and the
     first of ``keep_inputs`` and ``accumulation``.
 

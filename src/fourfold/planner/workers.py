@@ -47,7 +47,7 @@ def for_all(task: Callable[[Layout], R], layouts: Sequence[Layout]) -> Iterator[
         return
     dist = sys.modules.get("torch.distributed")  # to import it takes seconds
     is_rank = dist is not None and dist.is_available() and dist.is_initialized()
-    if len(layouts) < _WORTH_PROCESSES and not is_rank:
+    if not is_rank and (len(layouts) < _WORTH_PROCESSES or _needs_this_process(task)):
         yield from (_tried(task, layout) for layout in layouts)
         return
     count = max(1, min(len(layouts), len(os.sched_getaffinity(0)), _AT_MOST))
@@ -61,6 +61,14 @@ def for_all(task: Callable[[Layout], R], layouts: Sequence[Layout]) -> Iterator[
             return done
 
         yield from threads.map(ask, layouts)
+
+
+def _needs_this_process(task: object) -> bool:
+    """Is a class of the user's script needed, which another process does not have?"""
+    try:
+        return b"__main__" in pickle.dumps(task)
+    except (pickle.PicklingError, AttributeError):  # of a class inside a function
+        return True
 
 
 def _tried(task: Callable[[Layout], R], layout: Layout) -> R | ValueError:
