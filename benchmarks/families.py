@@ -13,6 +13,11 @@ exact, or refused with what stands in the way.
 
     python -m benchmarks.families
     python -m benchmarks.families --only llama gpt2
+    python -m benchmarks.families --compile
+
+With --compile everything is on: blocks compiled, each as one graph (by aot_eager, without code generation), selective recomputation, and two
+micro-batches whose gradients are accumulated in shards. A break of a graph, or one that is made after the second step, is a defect. A
+family whose blocks cannot be compiled is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,14 +37,21 @@ from benchmarks.tiny_models import Family, families, find_family, tiny_batch, ti
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import idle_towers
 from fourfold.mesh.grid import Grid
+from fourfold.parallel import compiled
 from fourfold.parallel.options import Activations
 from fourfold.parallel.parallelize import parallelize
+from fourfold.weights.api import no_sync
 from fourfold.weights.overlap import Overlap
 
 GRIDS = ((1, 2, 2, 2), (1, 1, 2, 4))
 RANKS = 8
 # Where the tensor axes are refused, z and data alone are tried.
 WITHOUT_TENSOR_AXES = (2, 2, 1, 1)
+EVERYTHING: dict[str, Any] = {
+    "compile": True,
+    "activation_checkpointing": "selective",
+    "accumulation": "sharded",
+}
 WITHOUT_LOSS = ("diffusion_gemma", "embedding_gemma2", "muse_glimmer_assistant")
 LOSS_BAR = 1e-5
 GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
@@ -72,7 +85,10 @@ class Outcome:
 
 
 def check_rank(
-    name: str, shape: tuple[int, int, int, int], activations: Activations = "replicated"
+    name: str,
+    shape: tuple[int, int, int, int],
+    activations: Activations = "replicated",
+    options: dict[str, Any] | None = None,
 ) -> Outcome:
     """One family on one grid, on this rank: the stock model first, then the parallel one."""
     family = find_family(name)
@@ -90,16 +106,27 @@ def check_rank(
 
     model = tiny_model(family)
     grid = Grid.create(shape, timeout_s=60)
+    parts = _own_parts(batch, grid, 2 if options else 1)
+    graphs = _Graphs()
     try:
         # So small a bundle that matrices have collectives of their own.
-        report = parallelize(model, grid, overlap=Overlap(bundle_bytes=256), activations=activations)
+        report = parallelize(
+            model, grid, overlap=Overlap(bundle_bytes=256), activations=activations, **options or {}
+        )
         # Twice: in the second step weights come in the recorded order, and two half-batches alternate.
-        tiny_loss(model, _own_part(batch, grid)).backward()
+        _step(model, parts)
         model.zero_grad()
-        loss = tiny_loss(model, _own_part(batch, grid))
-    except UnsupportedError as error:
-        return Outcome("refused", str(error))
-    loss.backward()
+        if options:
+            _step(model, parts)
+            model.zero_grad()
+            graphs.settle()
+        loss = _step(model, parts)
+    except UnsupportedError as why:
+        return Outcome("refused", str(why))
+    except torch._dynamo.exc.TorchDynamoException as why:
+        return Outcome("refused", f"not compiled: {_why(why)}")
+    if graphs.wrong:
+        return Outcome("failed", graphs.wrong)
     loss_error = abs(loss.item() - expected.item()) / abs(expected.item())
     worst, where = 0.0, ""
     for parameter_name, parameter in model.named_parameters():
@@ -124,30 +151,87 @@ def check_rank(
     if not worst <= GRADIENT_BAR:
         return Outcome("failed", f"gradient of {where} is off by {worst:.1e} of its maximum", worst)
     idle = idle_towers(model)
-    return Outcome("verified", f" text alone, {', '.join(idle)} idle" if idle else "", worst)
+    details = [f" {graphs.count} graphs"] if options else []
+    details += [f" text alone, {', '.join(idle)} idle"] if idle else []
+    return Outcome("verified", "".join(details), worst)
 
 
-def _own_part(batch: dict[str, Any], grid: Grid) -> dict[str, Any]:
+class _Graphs:
+    """The graphs of one model."""
+
+    def __init__(self) -> None:
+        # Private, and the only place that tells how many graphs there are (torch 2.13.0).
+        from torch._dynamo.utils import counters
+
+        compiled.BACKEND = "aot_eager"
+        torch._dynamo.reset()
+        counters.clear()
+        self._counters, self._settled = counters, 0
+
+    @property
+    def count(self) -> int:
+        return int(self._counters["stats"]["unique_graphs"])
+
+    def settle(self) -> None:
+        """From now on no graph may be made."""
+        self._settled = self.count
+
+    @property
+    def wrong(self) -> str:
+        if self._settled and self.count > self._settled:
+            return f"{self.count - self._settled} graphs were made after the second step"
+        breaks = sum(self._counters["graph_break"].values())
+        return f"{breaks} breaks of graphs" if breaks else ""
+
+
+def _why(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    return (said or lines or [repr(error)])[0]
+
+
+def _step(model: Any, parts: list[dict[str, Any]]) -> Tensor:
+    """Forward and backward of the micro-batches, which have as many labels each; the mean loss."""
+    total = torch.zeros(())
+    for number, part in enumerate(parts, 1):
+        with no_sync(model) if number < len(parts) else nullcontext():
+            loss = tiny_loss(model, part) / len(parts)
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _own_parts(batch: dict[str, Any], grid: Grid, count: int) -> list[dict[str, Any]]:
+    """This rank's rows of the batch, in micro-batches."""
     sequences = next(len(v) for v in batch.values() if isinstance(v, Tensor))
-    rows = grid.local_rows(sequences)
-    return {
-        k: v[rows] if isinstance(v, Tensor) and v.ndim and len(v) == sequences else v
-        for k, v in batch.items()
-    }
+    own = grid.local_rows(sequences)
+    rows = (own.stop - own.start) // count
+    return [
+        {
+            k: v[first : first + rows] if isinstance(v, Tensor) and v.ndim and len(v) == sequences else v
+            for k, v in batch.items()
+        }
+        for first in range(own.start, own.stop, rows)
+    ]
 
 
-def check(pool: RankPool, family: Family, activations: Activations = "replicated") -> Outcome:
+def check(
+    pool: RankPool,
+    family: Family,
+    activations: Activations = "replicated",
+    options: dict[str, Any] | None = None,
+) -> Outcome:
     """The outcome of a family over all grids and ranks: the worst of them."""
     worst = Outcome("verified")
-    for shape in GRIDS:
+    for shape in GRIDS[:1] if options else GRIDS:  # to compile takes long
         try:
-            outcomes = pool.run(check_rank, RANKS, family.name, shape, activations, timeout_s=180)
+            outcomes = pool.run(check_rank, RANKS, family.name, shape, activations, options, timeout_s=600)
         except RankError as error:
             return Outcome("failed", f"{shape}: {_last_line(error)}")
         for status in ("failed", "missing", "refused"):
             found = next((o for o in outcomes if o.status == status), None)
             if found is not None:
-                if status != "refused" or activations != "replicated":
+                if status != "refused" or activations != "replicated" or options:
                     return found
                 return _beside(pool, family, found)
         worst = max([worst, *outcomes], key=lambda o: o.gradient)
@@ -182,8 +266,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="FAMILY", help="these families alone; no bar on their number"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile blocks, recompute selectively, accumulate in shards"
+    )
     options = parser.parse_args(arguments)
+    given = EVERYTHING if options.compile else None
     chosen = [find_family(name) for name in options.only] if options.only else families()
+    if given:
+        print(
+            f"with {', '.join(f'{name}={value}' for name, value in given.items())}, two micro-batches, aot_eager"
+        )
     print(
         f"grids {GRIDS}, loss within {LOSS_BAR:g}, gradients within {GRADIENT_BAR:g} of their own maximum; Gloo on CPU, fp32"
     )
@@ -194,11 +286,11 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     with RankPool(RANKS, quiet=True) as pool:
         for family in chosen:
-            outcome = check(pool, family)
+            outcome = check(pool, family, options=given)
             outcomes[family.name] = outcome
             line = f"{family.name:28} {outcome.status}{outcome.figure}"
             if outcome.status == "verified":
-                by_tokens[family.name] = check(pool, family, "sequence-parallel")
+                by_tokens[family.name] = check(pool, family, "sequence-parallel", given)
                 line += f"; by tokens {by_tokens[family.name].status}{by_tokens[family.name].figure}"
             elif (
                 outcome.status != "missing"

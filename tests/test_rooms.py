@@ -15,6 +15,7 @@ ROOMS = [
     "launch",
     "drill",
     "export",
+    "bench",
     "train",
     "train.resilience",
     "train.resilience.hang",

@@ -256,7 +256,7 @@ def packages() -> Picture:
     p = Picture("The packages of Fourfold, from commands at the top to collectives at the bottom", 720, 470)
     floors = [
         ("commands", ["cli"]),
-        ("start and leave a run", ["launch", "drill", "export"]),
+        ("start and leave a run", ["launch", "drill", "export", "bench"]),
         ("a run", ["train: loop, observe, resilience, recovery", "config"]),
         ("before a run", ["planner: inputs, cost, calibrate, show", "dry_run"]),
         ("around a step", ["checkpoint", "optim", "profiling"]),

@@ -48,7 +48,7 @@ def run_config_page() -> str:
 
 COMMANDS = """# Commands
 
-What `--help` says about each command. If a command fails, its last line says what to change, and its
+What `--help` says about each command. If a command fails, the line that begins with `fourfold:` says what to change, and its
 [exit code](../troubleshooting.md#exit-codes) is not 0.
 """
 

@@ -12,6 +12,7 @@ from importlib.metadata import version
 import shtab
 
 from fourfold.cli import (
+    bench,
     calibrate,
     checkpoint,
     data,
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         init,
         plan,
         dryrun,
+        bench,
         train,
         report,
         export,

@@ -252,7 +252,7 @@ def _of_model(options: argparse.Namespace) -> tuple[Any, str, dict[str, Any]]:
 def _name_of(path: Path, given: str) -> str:
     if path.stem != "config":
         return path.stem
-    return path.parent.name if Path(given).exists() else given
+    return path.resolve().parent.name if Path(given).exists() else given
 
 
 def _needed(values: dict[str, Any]) -> list[Any]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from fourfold.hf.anatomy import first_attribute
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "rms_norm_eps", "layer_norm_eps")
-_USUAL_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried where a module does not state its own
+# Tried where a module does not state its own; the last is that of torch.nn.RMSNorm.
+_USUAL_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,10 @@ def main(arguments: Sequence[str]) -> int:
         _, failure = error.get_first_failure()
         if has_saved(failure.exitcode):
             return CONTINUE
+        if failure.exitcode == REFUSED:  # the ranks have said why
+            return REFUSED
         print(error, file=sys.stderr)
-        return REFUSED if failure.exitcode == REFUSED else 1
+        return 1
     finally:
         # A signal must not kill this process while it exits.
         signal.setitimer(signal.ITIMER_REAL, 0)

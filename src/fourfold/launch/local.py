@@ -42,12 +42,18 @@ def check(run: RunConfig) -> None:
     if run.evaluation.sequences:
         open_data(run, "validation")
     vocabulary = DatasetManifest.load(run.data.sources[0].path).tokenizer.vocab_size
+    check_model(run)
     config = model_config(run.model)
     if config.vocab_size < vocabulary:
         raise ValueError(
             f"the model has a vocabulary of {config.vocab_size} tokens, the data of {vocabulary}; set vocab_size to "
             f"{vocabulary} in its config.json, or prepare the data with the model's tokenizer"
         )
+
+
+def check_model(run: RunConfig) -> None:
+    """Reject sequences that are too long for the model, and micro-batches that do not divide."""
+    config = model_config(run.model)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < run.data.sequence_length:
         raise ValueError(

@@ -5,31 +5,81 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES
 from fourfold.hf.families import Family
+from fourfold.mesh.agreements import gather_objects
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_backward
 from fourfold.parallel.wrap import Inside
 from fourfold.weights.api import read_weight
 
+_SAME = 1e-2  # of the largest entry; ranks that have the same values have the same bits, or nearly so
+_TENSOR_AXES: tuple[Axis, ...] = ("y", "x")
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """A hook for the first gradient of an unsharded parameter whose role a user gave, before it is summed over ``axes``.
+
+    A parameter that all ranks use for the same values has the same gradient on all of them. One that ranks use for other heads,
+    features or tokens has a part of the gradient on each, and the parts have to be added up. A role that says the one where the
+    other is the case would train to other weights without an error.
+    """
+
+    name: str
+    word: str
+    grid: Grid
+    axes: tuple[Axis, ...]
+
+    def __call__(self, gradient: Tensor) -> None:
+        found = gradient.detach().float().cpu()
+        for axis in _TENSOR_AXES:
+            if self.grid.size(axis) == 1:
+                continue
+            group = self.grid.mesh.get_group(axis)
+            if dist.get_backend(group) == "fake":  # a dry run has no values
+                return
+            parts = torch.stack(gather_objects(found, group))
+            largest = parts.abs().max()
+            is_same = bool((parts - parts[0]).abs().max() <= _SAME * largest)
+            if axis in self.axes and is_same and largest > 0:
+                self._reject(axis, "is the same on", "and would be summed over them", "replicated")
+            if axis not in self.axes and not is_same:
+                self._reject(
+                    axis, "differs between", "and is not summed over them", "replicated_with_grad_allreduce"
+                )
+            found = parts.sum(0) if axis in self.axes else found
+
+    def _reject(self, axis: Axis, how: str, then: str, other: str) -> None:
+        # On y no role has the other meaning.
+        remedy = f"give it the role {other!r}" if axis == "x" and self.word != other else f"use {axis}=1"
+        raise UnsupportedError(
+            f"{self.name} has the role {self.word!r}, but its gradient {how} the {axis}={self.grid.size(axis)} ranks, {then}; {remedy}"
+        )
+
 
 def show_local_parameters(
-    module: nn.Module, gradient_axes: Mapping[str, tuple[Axis, ...]], inside: Inside
+    module: nn.Module,
+    gradient_axes: Mapping[str, tuple[Axis, ...]],
+    inside: Inside,
+    checks: Mapping[str, GradientCheck],
 ) -> None:
     """Let the model's own code read plain local tensors where the module's parameters are DTensors.
 
     ``gradient_axes`` maps the keys of its parameters to the axes over which their gradients are summed, because ranks use
-    them for different heads or tokens.
+    them for different heads or tokens. ``checks`` see the first gradients of some of them.
     """
-    module.__dict__["_local_view"] = (inside, dict(gradient_axes))
+    module.__dict__["_local_view"] = (inside, dict(gradient_axes), dict(checks))
     module.__class__ = _with_local_view(type(module), tuple(gradient_axes))  # type: ignore[arg-type]
 
 
@@ -39,21 +89,24 @@ def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Mod
 
     def reader(key: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
-            inside, gradient_axes = self.__dict__["_local_view"]
+            inside, gradient_axes, checks = self.__dict__["_local_view"]
             if torch.compiler.is_compiling():
                 return read_weight(self, key, gradient_axes[key])
             parameter = self._parameters[key]
             # Outside of forward (FSDP2, the optimizer, a state dict) it is the parameter itself.
             if not inside.depth or not isinstance(parameter, DTensor):
                 return parameter
-            return read_weight(self, key, gradient_axes[key])
+            weight = read_weight(self, key, gradient_axes[key])
+            if key in checks and weight.requires_grad:
+                weight.register_hook(checks.pop(key))
+            return weight
 
         return property(read)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the block is inside
             return cls.forward(self, *args, **kwargs)
-        inside, _ = self.__dict__["_local_view"]
+        inside, *_ = self.__dict__["_local_view"]
         with inside:  # also if a user calls the module on its own
             return cls.forward(self, *args, **kwargs)
 

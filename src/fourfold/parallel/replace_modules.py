@@ -11,13 +11,19 @@ from transformers.pytorch_utils import Conv1D
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import Anatomy, idle_towers, linear_shape
 from fourfold.hf.parameter_layout import ParameterLayout, describe
-from fourfold.hf.roles import Role, family_of, matches
+from fourfold.hf.roles import GIVEN, Role, family_of, matches
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.layers import Embedding4D, Norm4D
 from fourfold.parallel.linear import FusedLinearGroup, Linear4D
-from fourfold.parallel.local_views import reject_use, shard_output, show_local_heads, show_local_parameters
+from fourfold.parallel.local_views import (
+    GradientCheck,
+    reject_use,
+    shard_output,
+    show_local_heads,
+    show_local_parameters,
+)
 from fourfold.parallel.sequence import REPLICATED, show_full_shape
 from fourfold.parallel.sequence_roles import SequenceRoles, head_parts
 from fourfold.parallel.wrap import Inside
@@ -67,6 +73,7 @@ class ModuleReplacement:
         self.siblings: dict[tuple[str, int, Axis | None, Axis | None, bool], FusedLinearGroup] = {}
         # Of stock modules: parameter -> the axes of its gradient. Several parameters of one may have roles of their own.
         self.kept: dict[nn.Module, dict[str, tuple[Axis, ...]]] = {}
+        self.checks: dict[nn.Module, dict[str, GradientCheck]] = defaultdict(dict)
 
     def run(self, roles: list[Role]) -> Replaced:
         tied = self._tied()
@@ -93,7 +100,7 @@ class ModuleReplacement:
                 self.out.embedding = self._find(role.name)[0]
         self.out.groups = list(self.siblings.values())
         for module, gradient_axes in self.kept.items() if not self.plain else ():
-            show_local_parameters(module, gradient_axes, self.inside)
+            show_local_parameters(module, gradient_axes, self.inside, self.checks[module])
         if keeps_all:
             if not tied:
                 self.out.embedding, self.out.head = self._stock_ends()
@@ -235,6 +242,8 @@ class ModuleReplacement:
                 sharded_dims["y"] = source.ndim - 1
             gradient_axes[key] = self._gradient_axes(role)
             name = f"{prefix}.{key}" if prefix else key
+            if role.why == GIVEN and role.word in ("replicated", "replicated_with_grad_allreduce"):
+                self.checks[module][key] = GradientCheck(name, role.word, self.grid, gradient_axes[key])
             layout = ParameterLayout.whole(name, source, sharded_dims)
             module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
 

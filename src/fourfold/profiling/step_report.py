@@ -99,11 +99,12 @@ def save_run(
     keep_bytes: int = 0,
     precision: str = "bf16",
     compile: bool = False,
+    optimizer: str = "adamw",
 ) -> None:
     """Write the median times of some steps, and the layout, for ``fourfold plan --compare-to``. Call it on one rank.
 
     Measure complete steps, including clipping and the optimizer, and leave out the first two. ``sequences`` is the global
-    batch size of a step. A run with ``compile`` is saved, and not compared yet.
+    batch size of a step, and ``optimizer`` the one of a run config that is like yours.
 
     Example:
         >>> with measure_step(grid) as report:
@@ -132,6 +133,7 @@ def save_run(
         "length": length,
         "precision": precision,
         "compile": compile,
+        "optimizer": optimizer,
         "steps": len(reports),
         "measured": {
             "step_s": median(r.step_s for r in reports),

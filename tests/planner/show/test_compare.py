@@ -8,21 +8,25 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fourfold as ff
-from fourfold.planner.dry_run_estimate import Job
+from fourfold.mesh.axes import AXES
+from fourfold.planner.dry_run_estimate import Job, as_estimate, describe
 from fourfold.planner.inputs.cluster import preset
 from fourfold.planner.inputs.layout import Layout
-from fourfold.planner.show.compare import Run, compare, compare_estimate, parts_of, read_run
+from fourfold.planner.show.compare import Run, compare, compare_with, parts_of, read_run
 from fourfold.planner.workers import estimate_by_dry_run
 
 CONFIG = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=4, num_attention_heads=16,
                      num_key_value_heads=8, vocab_size=8000)  # fmt: skip
 LAYOUT = Layout(2, 8, 1, 2)  # x inside a node, z and data between nodes
 CLUSTER = preset("dgx-h100")
+NOTHING = {"compute": 0.0, **{f"exposed {axis}": 0.0 for axis in AXES}}
 
 
 @pytest.fixture(scope="module")
-def dry_run():
-    return estimate_by_dry_run(Job(CONFIG, 32, 1024, "cuda"), LAYOUT)
+def predict():
+    job = Job(CONFIG, 32, 1024, "cuda")
+    dry_run = estimate_by_dry_run(job, LAYOUT)
+    return lambda cluster: as_estimate(dry_run, job, describe(CONFIG)[1], cluster)
 
 
 def changed(section: str, **factors: float):
@@ -31,8 +35,8 @@ def changed(section: str, **factors: float):
     return dataclasses.replace(CLUSTER, **{section: dataclasses.replace(part, **values)})
 
 
-def run_on(dry_run, cluster) -> Run:
-    parts_s = parts_of(dry_run, cluster)
+def run_on(predict, cluster) -> Run:
+    parts_s = parts_of(predict(cluster))
     return Run(CONFIG.to_dict(), LAYOUT, 32, 1024, "bf16", sum(parts_s.values()), parts_s)
 
 
@@ -40,9 +44,9 @@ def run_on(dry_run, cluster) -> Run:
     ("section", "name", "factor"),
     [("links", "node_gbps", 0.5), ("device", "best_tflops", 0.6), ("device", "memory_tbps", 0.4)],
 )
-def test_an_injected_fault_is_named_with_its_value(dry_run, section, name, factor):
-    run = run_on(dry_run, changed(section, **{name: factor}))
-    seen = compare_estimate(run, dry_run, CLUSTER)
+def test_an_injected_fault_is_named_with_its_value(predict, section, name, factor):
+    run = run_on(predict, changed(section, **{name: factor}))
+    seen = compare_with(run, predict, CLUSTER)
     first = seen.explanations[0]
     assert first.parameter == name
     assert first.needed == pytest.approx(factor * first.now, rel=0.02)
@@ -50,19 +54,31 @@ def test_an_injected_fault_is_named_with_its_value(dry_run, section, name, facto
     assert f"{name} = " in str(seen)
 
 
-def test_a_run_as_predicted_has_nothing_to_explain(dry_run):
-    seen = compare_estimate(run_on(dry_run, CLUSTER), dry_run, CLUSTER)
+def test_a_run_as_predicted_has_nothing_to_explain(predict):
+    seen = compare_with(run_on(predict, CLUSTER), predict, CLUSTER)
     assert seen.explanations == ()
     assert "describes this run" in str(seen)
 
 
-def test_a_gap_that_no_value_explains_is_reported(dry_run):
-    run = run_on(dry_run, CLUSTER)
+def test_a_gap_that_no_value_explains_is_reported(predict):
+    run = run_on(predict, CLUSTER)
     stuck = dataclasses.replace(run, parts_s={**run.parts_s, "exposed y": run.step_s}, step_s=2 * run.step_s)
-    seen = compare_estimate(stuck, dry_run, CLUSTER)  # y has one rank: no link of it can be slow
+    seen = compare_with(stuck, predict, CLUSTER)  # y has one rank: no link of it can be slow
     assert seen.worst == "exposed y"
     assert seen.explanations == ()
     assert "No one number" in str(seen)
+
+
+def test_a_compiled_run_is_compared_by_formulas() -> None:
+    model = CONFIG.to_dict()
+    expected = compare(Run(model, LAYOUT, 32, 1024, "bf16", 1.0, NOTHING, compile=True), CLUSTER).predicted
+    assert not expected.is_simulated
+    slower = changed("device", best_tflops=0.6)
+    there = compare(Run(model, LAYOUT, 32, 1024, "bf16", 1.0, NOTHING, compile=True), slower).predicted
+    seen = compare(Run(model, LAYOUT, 32, 1024, "bf16", there.step_s, parts_of(there), compile=True), CLUSTER)
+    assert seen.predicted == expected
+    assert seen.explanations[0].parameter == "best_tflops"
+    assert seen.explanations[0].needed == pytest.approx(slower.device.best_tflops, rel=0.02)
 
 
 def save_a_run(path: str) -> None:

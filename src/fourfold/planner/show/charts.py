@@ -35,7 +35,7 @@ p.note { color: var(--dim); } table { border-collapse: collapse; font-size: 13px
 td, th { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 td.text, th.text { text-align: left; }
 table.facts td { text-align: left; white-space: normal; vertical-align: top; overflow-wrap: anywhere; } table.facts td:first-child { color: var(--dim); white-space: nowrap; width: 1%; }
-table.parts { max-width: 640px; } table.parts td:first-child, table.parts th:first-child { text-align: left; } table.parts tr:last-child { font-weight: 600; }
+table.parts { max-width: 640px; } table.parts td:first-child, table.parts th:first-child { text-align: left; } table.parts:not(.plain) tr:last-child { font-weight: 600; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(125px, 1fr)); gap: .7rem; margin: 1.2rem 0; }
 .tiles div { border: 1px solid var(--line); border-radius: 8px; padding: .55rem .8rem; } .tiles b { display: block; font-size: 1.25rem; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap; } .tiles span { color: var(--dim); font-size: 12.5px; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1.6rem; } .pair > div { min-width: 0; } @media (max-width: 700px) { .pair { grid-template-columns: 1fr; } }
@@ -214,13 +214,17 @@ def curves(
                 "hovertemplate": f"%{{y:{form}}}",
             }
         )
+    steps = [x for curve in given for x, _ in curve.points]
+    ticks: dict[str, Any] = {"tickformat": ",d"}
+    if steps and max(steps) - min(steps) < 10:  # plotly would put some between two steps
+        ticks["dtick"] = 1
     values = {"tickformat": form, "rangemode": "tozero" if from_zero else "normal"}
     return _chart(
         data,
         height,
         hovermode="x unified",
         showlegend=len(given) > 1,
-        xaxis={"tickformat": ",d"},
+        xaxis=ticks,
         yaxis=values,
     )
 

@@ -6,11 +6,14 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fourfold.mesh.axes import AXES
-from fourfold.planner.dry_run_estimate import DryRunEstimate, Job, refuse_compiled, simulate_step
+from fourfold.optim.kinds import Optimizer
+from fourfold.planner.cost.step import Estimate, Prices, estimate_with
+from fourfold.planner.dry_run_estimate import Job, as_estimate, describe, schedule_of
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.perturb import SECTIONS, changed, value_of
@@ -21,6 +24,7 @@ from fourfold.text_tables import as_text, table
 _FURTHEST = 64.0  # times more or less than the cluster file says is looked at
 HEADINGS = ("part of a step", "predicted", "measured", "gap", "share of the step")
 _SHOWN = 0.01  # of the step: smaller gaps are not explained
+Predict = Callable[[Cluster], Estimate]  # a run's step on any cluster
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Run:
     step_s: float
     parts_s: dict[str, float]  # compute, and exposed by axis
     compile: bool = False
+    optimizer: Optimizer = "adamw"
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,13 @@ class Comparison:
 
     run: Run
     cluster: Cluster
-    predicted_step_s: float
-    predicted_s: dict[str, float]
+    predicted: Estimate
     worst: str
     explanations: tuple[Explanation, ...]  # the best first; none if no value would do
+
+    @cached_property
+    def predicted_s(self) -> dict[str, float]:
+        return parts_of(self.predicted)
 
     def parts(self) -> dict[str, tuple[float, float]]:
         """The predicted and the measured seconds of each part that takes any; they add up to the step."""
@@ -66,7 +74,7 @@ class Comparison:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The cells under `HEADINGS`."""
-        total = {"step": (self.predicted_step_s, self.run.step_s)}
+        total = {"step": (self.predicted.step_s, self.run.step_s)}
         return [
             (part, seconds(a), seconds(b), signed(b - a), f"{(b - a) / self.run.step_s:+.1%}")
             for part, (a, b) in (self.parts() | total).items()
@@ -100,19 +108,37 @@ def read_run(path: str | Path) -> Run:
         float(measured["step_s"]),
         parts_s,
         bool(said.get("compile", False)),
+        said.get("optimizer", "adamw"),
     )
 
 
 def compare(run: Run, cluster: Cluster) -> Comparison:
-    """Predict the run on the cluster, by simulation over its dry run."""
-    if run.compile:
-        refuse_compiled("measure a run with compile=False")
-    job = Job(run.model, run.sequences, run.length, cluster.target, run.precision)
-    return compare_estimate(run, estimate_by_dry_run(job, run.layout), cluster)
+    """Predict the run on the cluster: by simulation over its dry run, or by formulas if its blocks are compiled."""
+    return compare_with(run, _formulas(run) if run.compile else _simulation(run, cluster.target), cluster)
 
 
-def compare_estimate(run: Run, dry_run: DryRunEstimate, cluster: Cluster) -> Comparison:
-    predicted = parts_of(dry_run, cluster)
+def _simulation(run: Run, target: str) -> Predict:
+    job = Job(run.model, run.sequences, run.length, target, run.precision, optimizer=run.optimizer)
+    dry_run, workload = estimate_by_dry_run(job, run.layout), describe(run.model)[1]
+    return lambda cluster: as_estimate(dry_run, job, workload, cluster)
+
+
+def _formulas(run: Run) -> Predict:
+    """A dry run follows blocks operator by operator, which compiled ones do not have."""
+    workload = describe(run.model)[1]
+    assert workload is not None
+
+    def predict(cluster: Cluster) -> Estimate:
+        schedule = schedule_of(cluster, run.precision, is_compiled=run.compile)
+        prices = Prices(workload, cluster, run.length, schedule, optimizer=run.optimizer)
+        return estimate_with(prices, run.layout, run.sequences)
+
+    return predict
+
+
+def compare_with(run: Run, predict: Predict, cluster: Cluster) -> Comparison:
+    estimate = predict(cluster)
+    predicted = parts_of(estimate)
     gaps_s = {part: run.parts_s[part] - predicted[part] for part in predicted}
     worst = max(gaps_s, key=lambda part: abs(gaps_s[part]))
     explanations: list[Explanation] = []
@@ -122,23 +148,22 @@ def compare_estimate(run: Run, dry_run: DryRunEstimate, cluster: Cluster) -> Com
         now = value_of(cluster, name)
 
         def gap_s(factor: float, name: str = name) -> float:
-            return parts_of(dry_run, changed(cluster, name, factor))[worst] - run.parts_s[worst]
+            return parts_of(predict(changed(cluster, name, factor)))[worst] - run.parts_s[worst]
 
         factor = _solve(gap_s) if now > 0 else None
         if factor is not None:
-            parts_s = parts_of(dry_run, changed(cluster, name, factor))
+            parts_s = parts_of(predict(changed(cluster, name, factor)))
             left_s = sum(abs(run.parts_s[part] - s) for part, s in parts_s.items())
             explanations.append(Explanation(name, now, now * factor, left_s))
     explanations.sort(key=lambda e: e.left_s)
-    return Comparison(run, cluster, sum(predicted.values()), predicted, worst, tuple(explanations))
+    return Comparison(run, cluster, estimate, worst, tuple(explanations))
 
 
-def parts_of(dry_run: DryRunEstimate, cluster: Cluster) -> dict[str, float]:
+def parts_of(estimate: Estimate) -> dict[str, float]:
     """Seconds that add up to the step: computation, and what shows of each axis."""
-    step, _ = simulate_step(dry_run, cluster)
     return {
-        "compute": step.compute_s,
-        **{f"exposed {axis}": step.exposed_s.get(axis, 0.0) for axis in reversed(AXES)},
+        "compute": sum(estimate.compute_s.values()),
+        **{f"exposed {axis}": estimate.exposed_s.get(axis, 0.0) for axis in reversed(AXES)},
     }
 
 

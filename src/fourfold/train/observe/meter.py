@@ -131,11 +131,14 @@ def peak_by_name(name: str) -> float | None:
         >>> peak_by_name("NVIDIA A100-SXM4-80GB")
         312000000000000.0
     """
-    for pattern, preset in _PRESET_OF:
-        if re.search(pattern, name):
-            tflops = clusters.preset(preset).device.spec_tflops
-            return None if tflops is None else tflops * 1e12
-    return None
+    preset = preset_by_name(name)
+    tflops = clusters.preset(preset).device.spec_tflops if preset else None
+    return None if tflops is None else tflops * 1e12
+
+
+def preset_by_name(name: str) -> str | None:
+    """The preset of a cluster with devices of this name."""
+    return next((preset for pattern, preset in _PRESET_OF if re.search(pattern, name)), None)
 
 
 def flops_per_token(model: nn.Module, length: int) -> float | None:

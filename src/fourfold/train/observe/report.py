@@ -118,6 +118,7 @@ def compare_with_prediction(
         mean(line["seconds"] for line in steps),
         {part: mean(parts_of(line).get(part, 0.0) for line in steps) for part in _PARTS},
         config["engine"].get("compile", False),
+        config["optimizer"]["name"],
     )
     try:
         machines = clusters.load(cluster)

@@ -45,9 +45,9 @@ def page(
         "<h2>Where the time went</h2>",
         *_times(about, times_s),
         "<h2>A step and its prediction</h2>",
-        *_prediction(comparison),
+        *prediction(comparison, "Means of the middle half of rank 0's steps since the last start"),
         "<h2>The run</h2>",
-        facts(_run_config(about)),
+        facts(run_config(about)),
     ]
     return document(title, parts)
 
@@ -140,22 +140,23 @@ def _span(span_s: float) -> str:
     return seconds(span_s) if span_s < 100 else duration(span_s)
 
 
-def _prediction(comparison: Comparison | str) -> list[str]:
+def prediction(comparison: Comparison | str, measured: str) -> list[str]:
+    """Prediction and measurement side by side; ``measured`` says what was measured."""
     if isinstance(comparison, str):
         return [f"<p class=note>{escape(comparison)} The step above is measured only.</p>"]
     parts = comparison.parts()
     rows = [(name, {p: both[i] for p, both in parts.items()}) for i, name in enumerate(HEADINGS[1:3])]
     cells = "".join("<tr><td>" + "<td>".join(row) for row in comparison.rows())
+    how = "a simulation of the dry run" if comparison.predicted.is_simulated else "by the planner's formulas"
     return [
         drawn("prediction", bars(rows, _PART_COLOURS, seconds)),
         f"<table class=parts><tr><th>{'<th>'.join(HEADINGS)}{cells}</table>",
         f"<p>{escape(in_words(comparison))}</p>",
-        f"<p class=note>Means of the middle half of rank 0's steps since the last start; the prediction is a simulation of the dry run of "
-        f"this layout on {escape(comparison.cluster.name)}.</p>",
+        f"<p class=note>{measured}; the prediction is {how} of this layout on {escape(comparison.cluster.name)}.</p>",
     ]
 
 
-def _run_config(about: Mapping[str, Any]) -> dict[str, str]:
+def run_config(about: Mapping[str, Any]) -> dict[str, str]:
     config = about["config"]
     batch, length = config["batch"]["tokens"], config["data"]["sequence_length"]
     shape = about["model"]
@@ -180,7 +181,8 @@ def _run_config(about: Mapping[str, Any]) -> dict[str, str]:
             for source in about["data"]
         ),
         "batch": f"{batch // length:,} sequences of {length:,} tokens ({amount(batch)} tokens per step)",
-        "precision": f"{config['engine']['precision']}, activation checkpointing: {config['engine']['activation_checkpointing']}",
+        "precision": f"{config['engine']['precision']}, activation checkpointing: {config['engine']['activation_checkpointing']}"
+        + (", compiled blocks" if config["engine"].get("compile") else ""),
         "optimizer": f"{optimizer['name']}, learning rate {optimizer['lr']:g}, weight decay {optimizer['weight_decay']:g}{clipped}",
         "schedule": f"{schedule['kind']} over {schedule['steps']:,} steps, {schedule['warmup_steps']:,} of warm-up",
         "seed": str(config["seed"]),
