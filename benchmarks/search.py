@@ -7,6 +7,7 @@ predicted step, the same both ways.
 
     python -m benchmarks.search
     python -m benchmarks.search --markdown    # the tables as they are in docs/verification/planner-accuracy.md
+    python -m benchmarks.search --dry-run     # a step of one rank of each layout that is chosen for compiled blocks, in minutes
 
 Every figure of the plan is a prediction; no GPU has run Fourfold.
 """
@@ -19,8 +20,11 @@ import sys
 import time
 from dataclasses import dataclass
 
+from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
+
 from benchmarks.published_rows import gpt
 from fourfold.planner.cost.step import Estimate, Prices
+from fourfold.planner.dry_run_estimate import Job, estimate_in_process
 from fourfold.planner.inputs.cluster import Cluster, preset
 from fourfold.planner.inputs.layout import FOURFOLD, Activations, Elementwise
 from fourfold.planner.inputs.workload import Workload
@@ -122,6 +126,45 @@ def known_line(case: Case) -> list[str]:
     return cells
 
 
+def config_of(workload: Workload, length: int) -> PreTrainedConfig:
+    """A Hugging Face model of these sizes."""
+    w = workload
+    if not w.gated:
+        return GPT2Config(
+            n_embd=w.hidden,
+            n_inner=w.ffn,
+            n_layer=w.layers,
+            n_head=w.heads,
+            n_positions=length,
+            vocab_size=w.vocabulary,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    return LlamaConfig(
+        hidden_size=w.hidden,
+        intermediate_size=w.ffn,
+        num_hidden_layers=w.layers,
+        num_attention_heads=w.heads,
+        num_key_value_heads=w.kv_heads,
+        head_dim=w.head_dim,
+        vocab_size=w.vocabulary,
+        max_position_embeddings=length,
+        tie_word_embeddings=w.tied,
+    )
+
+
+def dry_line(case: Case) -> tuple[list[str], bool]:
+    """(cells, whether a step of the chosen layout runs and fits into a device)."""
+    best = case.plan(BOTH, "compiled").best
+    job = Job(config_of(case.workload, case.length), case.sequences, case.length, case.cluster.target)
+    start_s = time.perf_counter()
+    peak = estimate_in_process(job, best.layout).trace.peak.bytes / 2**30
+    held, whole = best.memory.total_bytes / 2**30, case.cluster.device.memory_gib
+    words = f"{peak:.1f} GiB at its peak, {held:.1f} by the formula, {whole:g} in a device"
+    return [case.title, str(best.layout), words, f"{time.perf_counter() - start_s:.0f} s"], peak < whole
+
+
 def strong_line(case: Case) -> tuple[list[str], float | None]:
     """(cells, gain of y where sequence-parallel activations are offered)."""
     cells, gain = [case.title], None
@@ -161,7 +204,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--markdown", action="store_true", help="tables for docs/verification/planner-accuracy.md"
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only: dry-run a step of the layout that is chosen for each case",
+    )
     options = parser.parse_args(arguments)
+    if options.dry_run:
+        done = [dry_line(case) for case in KNOWN]
+        show(
+            ["case", "layout, compiled", "memory", "took"],
+            [line for line, _ in done],
+            markdown=options.markdown,
+        )
+        print(
+            f"search: {sum(fits for _, fits in done)}/{len(done)} chosen layouts run and fit, by their dry runs"
+        )
+        return 0 if all(fits for _, fits in done) else 1
 
     print("Six known cases (the plan's figures are predictions):")
     header = [

@@ -57,6 +57,12 @@ CHECKS = {
             "families:",
         ),
         Check(
+            "the same with compiled blocks, one graph for each kind, selective recomputation and gradients in shards, on (1, 2, 2, 2)",
+            "families --compile",
+            "as many exact, 0 failed",
+            result="families:",
+        ),
+        Check(
             "packed documents attend by their bounds in every family whose attention allows it, equal to documents one by one",
             "packed",
             "none wrong; logits and gradients 1e-4",
@@ -130,6 +136,11 @@ CHECKS = {
             page="[Planner accuracy](planner-accuracy.md#regret-is-the-first-choice-the-best-one)",
         ),
         Check("layouts per second, and six known cases", "search", "5,000 layouts per second"),
+        Check(
+            "a step of the layout that is chosen for each of them, by its dry run",
+            "search --dry-run",
+            "all run and fit",
+        ),
     ),
     "Runs": (
         Check(

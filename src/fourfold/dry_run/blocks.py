@@ -240,9 +240,10 @@ class _Expansion:
     def _grow_changes(self, short: Changes, long: Changes) -> Changes:
         if [c for c, _ in short] == [c for c, _ in long]:
             return [(c, self._grown(size, more)) for (c, size), (_, more) in zip(short, long, strict=True)]
-        # Another number of tensors (an optimizer's, one for each parameter): what all of them take, then what they give back.
+        # Another number of tensors (an optimizer's, one for each parameter): what all of them take and what they give back,
+        # which of it comes first as in the longer trace.
         out: Changes = []
-        for sign in (1, -1):
+        for sign in (-1, 1) if long and long[0][1] < 0 else (1, -1):
             for category in CATEGORIES:
                 size, more = (
                     sum(size for c, size in changes if c == category and size * sign > 0)
