@@ -89,6 +89,22 @@ class Perceptron(nn.Module):
         return out
 
 
+class Scaled(Perceptron):
+    """The same, with a norm whose gain is not called weight."""
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.scale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = self.Norm()  # type: ignore[assignment]
+
+
 class Embedded(Perceptron):
     """The same, with an embedding to read the hidden size from."""
 

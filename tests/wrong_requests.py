@@ -20,6 +20,7 @@ from tests.wrong_models import (
     ROLES,
     Embedded,
     Perceptron,
+    Scaled,
     differential,
     falcon_with_shared_keys,
     llama,
@@ -306,6 +307,14 @@ WRONG: dict[str, Wrong] = {
         r"role 'colwise' was given for model\.embed_tokens.* Embedding",
         "use one of embedding_rowwise$",
         instead={"model.embed_tokens": "embedding_rowwise"},
+    ),
+    "a norm whose parameter has another name": Wrong(
+        partial(request, Scaled, GRID, roles=ROLES | {"norm": "norm"}),
+        (
+            "role 'norm' was given for norm, which has a parameter 'scale'",
+            "those of a norm are 'weight' and 'bias': rename it$",
+        ),
+        partial(request, Perceptron, GRID, roles=ROLES | {"norm": "norm"}),
     ),
     "a word that does not fit a parameter": asked(
         Perceptron,

@@ -58,6 +58,15 @@ def test_a_family_is_exact_or_refused(pool, name, status):
     assert families.check(pool, families.find_family(name)).status == status
 
 
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_a_first_forward_that_splits_a_group_of_linears_is_recomputed_as_it_was(pool, kind):
+    """Of minicpm3's q_a, kv_a and others: what looks like one input is several."""
+    found = pool.run(
+        families.check_rank, 2, "minicpm3", (1, 1, 1, 2), "replicated", {"activation_checkpointing": kind}
+    )
+    assert [outcome.status for outcome in found] == ["verified"] * 2
+
+
 def test_a_family_without_its_code_is_missing_and_not_refused(monkeypatch):
     def without(module):
         def tiny_model(family):

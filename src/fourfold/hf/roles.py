@@ -434,6 +434,8 @@ class _Assignment:
                 near = difflib.get_close_matches(word, sorted(WORDS), n=1)
                 hint = f"did you mean {near[0]!r}" if near else f"use one of {', '.join(sorted(WORDS))}"
                 raise ValueError(f"role {word!r} of {pattern!r} is not known; {hint}")
+            if word in ("norm", "norm_x"):
+                self._check_norms(pattern, word)
             if not any(matches(pattern, name) for name in holders):
                 near = difflib.get_close_matches(pattern, sorted(holders), n=1, cutoff=0.3)
                 hint = (
@@ -447,6 +449,15 @@ class _Assignment:
                     if there is None
                     else f"a role was given for {pattern!r}, but {there} cannot have one: roles are for modules that hold "
                     f"parameters; {hint}"
+                )
+
+    def _check_norms(self, pattern: str, word: str) -> None:
+        for name, module in self.anatomy.modules.items():
+            others = set(module._parameters) - {"weight", "bias"}
+            if others and matches(pattern, name):
+                raise ValueError(
+                    f"role {word!r} was given for {name}, which has a parameter {min(others)!r}; those of a norm are 'weight' and "
+                    "'bias': rename it"
                 )
 
     def _check_styles(self) -> None:

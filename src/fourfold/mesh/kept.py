@@ -11,7 +11,7 @@ import heapq
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.attention.varlen  # defines its operators
@@ -41,6 +41,7 @@ OPERATORS = {
     _varlen.default,
 }
 
+T = TypeVar("T")
 _mine = threading.local()  # half-batches run in threads, and backward in one of its own
 
 
@@ -57,11 +58,12 @@ class BlockResults:
         self.is_again = False
         self.is_empty = False  # the latest result has no values
         self._kept: list[Any] = []
+        self._groups: list[Any] = []
         self._omitted = -1
         # Place and output of the latest function of stock modules, in forward.
         self._stock_output: tuple[int, Any] = (-1, None)
         self._last: list[tuple[torch.Size, torch.dtype]] = []
-        self._next = 0
+        self._next = self._next_group = 0
 
     def forward(self) -> AbstractContextManager[None]:
         return _Entered(self, is_again=False)
@@ -70,6 +72,14 @@ class BlockResults:
         return _Entered(self, is_again=True)
 
     # -- operations of our own
+
+    def as_before(self, members: list[T]) -> list[T]:
+        """What is computed together now; if the block runs again, what was in its forward, whatever that has found out about it."""
+        index, self._next_group = self._next_group, self._next_group + 1
+        if not self.is_again:
+            self._groups.append(members)
+        found: list[T] = self._groups[index]
+        return found
 
     def known(self, device: torch.device) -> list[Tensor] | None:
         """The next result, in a recomputed forward; None if it has to be computed again."""
@@ -142,7 +152,8 @@ class _Entered(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._before = block_results()
-        self._results._next, self._results.is_again = 0, self._is_again
+        self._results._next = self._results._next_group = 0
+        self._results.is_again = self._is_again
         _mine.results = self._results
         if self._functions is not None:
             self._functions.__enter__()  # type: ignore[no-untyped-call]

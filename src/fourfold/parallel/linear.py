@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from fourfold.errors import UnsupportedError
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
+from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import sum_backward
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.linear_op import Product, sharded_product
@@ -106,12 +107,20 @@ class FusedLinearGroup:
             self._split(member)
             if member.group is not self:
                 return member.group(member, input)
-        outputs = self._compute(input, self.members)
-        if len(self.members) == 1:
+        members = self._members()
+        outputs = self._compute(input, members)
+        if len(members) == 1:
             return outputs[0]
-        mine.results = {id(m): o for m, o in zip(self.members, outputs, strict=True)}
+        mine.results = {id(m): o for m, o in zip(members, outputs, strict=True)}
         mine.input, mine.version = input, input._version
         return mine.results.pop(id(member))
+
+    def _members(self) -> list[Linear4D]:
+        """The members that are computed together. Those of the first forward, if that is what a recomputed block repeats."""
+        results = block_results()
+        if results is None:
+            return self.members
+        return results.as_before(self.members if self.settled else list(self.members))
 
     def traced(self, member: Linear4D, input: Tensor) -> Tensor:
         """The same in a block that is compiled, after a first forward: the product is one operator."""

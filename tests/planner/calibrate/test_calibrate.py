@@ -64,6 +64,15 @@ def test_links_that_follow_the_formulas_are_recovered():
     assert all(abs(d.error) < 0.1 for d in collective_deviations(fitted))
 
 
+@pytest.mark.parametrize(
+    ("devices_per_node", "unknown"),
+    [(8, ["node_gbps", "net_hop_us"]), (1, ["device_gbps", "hop_us"]), (2, [])],
+)
+def test_a_link_that_nothing_was_sent_over_is_not_measured(devices_per_node, unknown):
+    *_, parameters = fit_links(series_of(injected(), 8), devices_per_node, LIBRARIES["gloo"])
+    assert [p.name for p in parameters if not p.is_measured] == unknown
+
+
 @pytest.mark.parametrize("disturbed", range(len(SIZES)))
 def test_a_disturbed_payload_of_one_kind_does_not_change_the_rate(disturbed):
     """A fiftieth of a second goes to something else, in each position."""

@@ -180,6 +180,7 @@ def _fit(
         Slowdown(*sorted(ways)[len(ways) // 2]),
         measured,
         source=f"fourfold calibrate on {os.environ['WORLD_SIZE']} ranks, {local} a node, {device.type}",
+        assumed=tuple(p.name for p in of_links if not p.is_measured),
     )
     return cluster, parameters
 

@@ -22,6 +22,7 @@ class Parameter(NamedTuple):
     value: float
     spread: float
     unit: str
+    is_measured: bool = True  # no: nothing was sent over that link, and the value is that of the other one
 
 
 class Deviation(NamedTuple):
@@ -68,6 +69,7 @@ def fit_links(
             inside.append(best)
         if "reduce_scatter" in of_kinds:
             factors.append(best / of_kinds["reduce_scatter"])
+    is_inside, is_between = bool(inside), bool(between)
     inside, between = inside or between, between or inside
     if not inside:
         raise ValueError(
@@ -78,11 +80,11 @@ def fit_links(
     device_gbps, node_gbps = statistics.median(inside), statistics.median(between)
     links = Links(devices_per_node, device_gbps, node_gbps)
     parameters = [
-        Parameter("device_gbps", device_gbps, spread(inside), "GB/s inside a node"),
-        Parameter("node_gbps", node_gbps, spread(between), "GB/s out of a node"),
+        Parameter("device_gbps", device_gbps, spread(inside), "GB/s inside a node", is_inside),
+        Parameter("node_gbps", node_gbps, spread(between), "GB/s out of a node", is_between),
         Parameter("base_us", base * 1e6, spread([s * 1e6 for s in latencies_s]), "us, any collective"),
-        Parameter("hop_us", hop * 1e6, 0.0, "us, each hop inside a node"),
-        Parameter("net_hop_us", net_hop * 1e6, 0.0, "us, each hop between nodes"),
+        Parameter("hop_us", hop * 1e6, 0.0, "us, each hop inside a node", is_inside),
+        Parameter("net_hop_us", net_hop * 1e6, 0.0, "us, each hop between nodes", is_between),
     ]
     latencies_us: dict[str, Any] = {p.name: p.value for p in parameters if p.name.endswith("_us")}
     # One protocol for all sizes. These are measured rates, so the shares of a data sheet's rates are 1.

@@ -43,7 +43,7 @@ def show_plan(plan: Plan, cluster: Cluster, title: str, rows: int = 10, width: i
         example = min((r for r in plan.rejected if _kind_of(r.reason) == reason), key=lambda r: r.over_bytes)
         notes.append(f"  {count} cannot: {reason}. {example.layout}: {example.reason}")
     if cluster.assumed:
-        notes.append(f"Not published for {cluster.name}, so defaults are used: {', '.join(cluster.assumed)}.")
+        notes.append(f"Not known for {cluster.name}, so defaults are used: {', '.join(cluster.assumed)}.")
     return as_text(width, f"{title}: predictions, no device has run this", ranked, *notes, *plan.notes)
 
 
