@@ -29,6 +29,7 @@ def train(shape: tuple[int, int, int, int], where: str, role: str, norm: str = "
             return hidden + self.down(F.gelu(scale["inner"] * self.up(self.second(hidden))))
 
     names["Model"].__init__.__globals__["Block"] = Block
+    torch.manual_seed(0)  # the same weights on all ranks
     model, grid = names["Model"](), ff.Grid.create(shape)
     ff.parallelize(model, grid, roles={**names["ROLES"], "blocks.*.scale": role})
     ids = torch.randint(500, (4, names["LENGTH"]), generator=torch.Generator().manual_seed(0))

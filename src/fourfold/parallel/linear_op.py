@@ -270,16 +270,24 @@ def outputs_of(
     for leave, members in product.together:
         if product.in_ranks == 1:
             for member in members:
-                outputs[member] = left.pop(0).view(*shapes[member], widths[member])
+                outputs[member] = _shaped(left.pop(0), (*shapes[member], widths[member]))
             continue
         rows = tokens // product.in_ranks if leave == "tokens" else tokens
         columns = [widths[m] // product.in_ranks if leave == "features" else widths[m] for m in members]
-        parts = left.pop(0).split([rows * width for width in columns])
+        together = left.pop(0)
+        parts = together.split([rows * width for width in columns]) if len(members) > 1 else [together]
         for member, part, width in zip(members, parts, columns, strict=True):
-            own = part.view(*shapes[member], width)
+            own = _shaped(part, (*shapes[member], width))
             # Attention keeps v, and what it makes of q and k: v is not to keep the memory that all three share.
             outputs[member] = own.clone() if leave == "features" and len(product.leaves) > 1 else own
     return [outputs[member] for member in range(len(product.leaves))]
+
+
+def _shaped(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``memory``, which nothing else reads, in this shape. Not as a view in a graph, where a model's code could not change it in place."""
+    if torch.compiler.is_compiling():
+        return cast(Tensor, torch.ops.aten._unsafe_view.default(memory, shape))
+    return memory.view(shape)
 
 
 @dataclass(frozen=True)
