@@ -98,9 +98,15 @@ CHECKS = {
     ),
     "Speed": (
         Check(
-            "host time of one block: (1,1,1,1) / stock; z = 2 / FSDP2; z = 2, x = 2 / FSDP2 with TP; y = 2 / without",
+            "host time of one block: (1,1,1,1) / stock; z = 2 / FSDP2; z = 2, x = 2 / FSDP2 with TP; y = 2 / without; compiled / not, on two grids; "
+            "a step of AdamW on shards / on plain tensors ([why two are missed](performance.md#host-time-of-compiled-blocks))",
             "host",
-            "1.05; 1.05; 0.8; 1.25",
+            "1.05; 1.05; 0.8; 1.25; 0.65 twice; 1.2",
+        ),
+        Check(
+            "compiled blocks: one graph, no breaks, gradients of the blocks as they are, and the ratio of steps",
+            "compile",
+            "1 graph, 0 breaks, 0 later graphs, 1e-5",
         ),
         Check(
             "a step compared with PyTorch: one rank; x = 2; FSDP2; streamed weights between hosts",
