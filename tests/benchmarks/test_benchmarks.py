@@ -67,6 +67,7 @@ def test_a_first_forward_that_splits_a_group_of_linears_is_recomputed_as_it_was(
     assert [outcome.status for outcome in found] == ["verified"] * 2
 
 
+@nightly
 def test_a_block_that_changes_an_output_in_place_is_compiled(pool):
     found = pool.run(families.check_rank, 2, "falcon", (1, 1, 1, 2), "replicated", {"compile": True})
     assert [outcome.status for outcome in found] == ["verified"] * 2

@@ -103,7 +103,10 @@ def test_moments_in_bf16_are_updated_block_by_block(monkeypatch):
     assert expanded.peak == whole.peak
 
 
-@pytest.mark.parametrize(("shape", "weights"), [((1, 2, 2, 2), "fsdp2"), ((1, 2, 1, 2), "streamed")])
+@pytest.mark.parametrize(
+    ("shape", "weights"),
+    [((1, 2, 2, 2), "fsdp2"), pytest.param((1, 2, 1, 2), "streamed", marks=pytest.mark.nightly)],
+)
 def test_repeated_chunks_of_the_loss_equal_those_that_are_traced_one_by_one(monkeypatch, shape, weights):
     monkeypatch.setattr(chunk_size, "CHUNK_BYTES", 5_000)
     whole, repeated = whole_and_expanded(
@@ -118,7 +121,7 @@ def test_repeated_chunks_of_the_loss_equal_those_that_are_traced_one_by_one(monk
 @pytest.mark.parametrize(
     ("count", "shape", "weights", "kind"),
     [
-        (8, (1, 2, 1, 1), "fsdp2", "selective"),
+        pytest.param(8, (1, 2, 1, 1), "fsdp2", "selective", marks=pytest.mark.nightly),
         (10, (1, 2, 1, 1), "fsdp2", "selective"),
         pytest.param(0, (1, 2, 1, 1), "fsdp2", "selective", marks=pytest.mark.nightly),
         pytest.param(5, (2, 2, 1, 2), "fsdp2", "full", marks=pytest.mark.nightly),

@@ -179,9 +179,10 @@ def accumulate(
 @pytest.mark.parametrize(
     ("kind", "shape", "weights"),
     [
-        ("llama", (2, 2, 1, 2), "streamed"),
+        ("llama", (2, 2, 1, 1), "streamed"),
         ("llama", (2, 2, 1, 1), "fsdp2"),
         ("gpt2", (1, 2, 2, 1), "streamed"),
+        pytest.param("llama", (2, 2, 1, 2), "streamed", marks=pytest.mark.nightly),
     ],
 )
 def test_accumulated_gradients_match_one_batch_and_are_sent_once(
@@ -196,12 +197,12 @@ def test_accumulated_gradients_match_one_batch_and_are_sent_once(
 @pytest.mark.parametrize(
     ("kind", "shape", "weights"),
     [
-        ("llama", (2, 2, 1, 2), "streamed"),
+        ("llama", (2, 2, 1, 1), "streamed"),
         ("llama", (2, 2, 1, 1), "fsdp2"),
         ("gpt2", (1, 2, 2, 1), "streamed"),
         pytest.param("gpt2", (2, 2, 1, 2), "fsdp2", marks=pytest.mark.nightly),
         pytest.param("llama", (4, 1, 1, 1), "streamed", marks=pytest.mark.nightly),
-        pytest.param("llama", (2, 2, 1, 1), "streamed", marks=pytest.mark.nightly),
+        pytest.param("llama", (2, 2, 1, 2), "streamed", marks=pytest.mark.nightly),
     ],
 )
 def test_gradients_that_are_accumulated_in_shards_match_and_go_over_data_once(
@@ -254,7 +255,8 @@ def recompute(shape: Shape, kind: str, weights: Any) -> tuple[int, int]:
     ("kind", "shape", "weights"),
     [
         ("llama", (1, 2, 2, 2), "streamed"),
-        ("gpt2", (2, 2, 1, 2), "fsdp2"),
+        ("gpt2", (1, 2, 1, 2), "fsdp2"),
+        pytest.param("gpt2", (2, 2, 1, 2), "fsdp2", marks=pytest.mark.nightly),
         pytest.param("llama", (1, 2, 2, 2), "fsdp2", marks=pytest.mark.nightly),
         pytest.param("gpt2", (2, 2, 1, 2), "streamed", marks=pytest.mark.nightly),
     ],
@@ -262,7 +264,7 @@ def recompute(shape: Shape, kind: str, weights: Any) -> tuple[int, int]:
 def test_recomputation_saves_memory_and_gradients_are_bitwise_equal(
     pool: RankPool, kind: str, shape: Shape, weights: str
 ) -> None:
-    for saved, saved_less in pool.run(recompute, 8, shape, kind, weights):
+    for saved, saved_less in pool.run(recompute, math.prod(shape), shape, kind, weights):
         assert saved_less < saved / 2
 
 
