@@ -56,7 +56,6 @@ NAMES = {
     "torch.distributed.tensor.placement_types._StridedShard": "a dimension that two axes shard",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "attention as an operator, for its FLOPs",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "the same in backward",
-    "torch.ops.aten._unsafe_view": "an output that is not a view, in the graph of a block",
     "torch.ops.aten._to_copy": "a cast, whose sharding is that of its input",
     "torch.optim._muon.DEFAULT_A": "a coefficient of Newton-Schulz",
     "torch.optim._muon.DEFAULT_B": "a coefficient of Newton-Schulz",

@@ -34,6 +34,13 @@ WAYS: dict[str, dict[str, Any]] = {
         "activation_checkpointing": "full",
         "overlap": ff.Overlap(keep_inputs=False),
     },
+    # By Inductor, which uses memory again as soon as the graph allows it.
+    "fsdp2, compiled": {"weights": "fsdp2", "compile": True, "overlap": ff.Overlap(forward_chunks=3)},
+    "fsdp2, compiled, recomputed": {
+        "weights": "fsdp2",
+        "compile": True,
+        "activation_checkpointing": "selective",
+    },
 }
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
@@ -129,17 +129,17 @@ class Pending:
         work: dist.Work | None = None,
         tensors: tuple[Tensor, ...] = (),
         finish: Callable[[], None] | None = None,
-        wait: Callable[[], None] | None = None,
+        wait: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         self._work, self._finish, self._wait = work, finish, wait
         self._tensors: tuple[Tensor, ...] | None = tensors
 
-    def wait(self) -> None:
-        """From here on the result can be used."""
+    def wait(self, after: Sequence[Tensor] = ()) -> None:
+        """From here on the result can be used. ``after`` is what was computed meanwhile: a graph keeps that order."""
         if self._work is not None:
             # On CUDA this makes the current stream wait, not the host: c10d's contract for asynchronous work.
             if self._wait is not None:
-                self._wait()
+                self._wait(after)
             else:
                 self._work.wait()
             if self._finish is not None:
@@ -288,7 +288,7 @@ class Collectives:
             return Pending(work, tensors, finish)
         flight = self.report(axis, kind, purpose, payload, work, *tensors, module=module, issued_ns=issued_ns)
         assert flight is not None
-        return Pending(work, tensors, finish, lambda: self._wait_observed(work, flight))
+        return Pending(work, tensors, finish, lambda _: self._wait_observed(work, flight))
 
     def all_reduce(
         self,
@@ -313,7 +313,7 @@ class Collectives:
     ) -> Pending:
         """The ranks' tensors side by side along their first dim."""
         if self._sizes[axis] == 1:
-            return _copied(output, tensor)
+            return copied(output, tensor)
 
         def call(group: dist.ProcessGroup) -> Any:
             # Flat, because Gloo wants the output to be the inputs side by side along their first dim.
@@ -326,7 +326,7 @@ class Collectives:
     ) -> Pending:
         """This rank's part of the sum of the ranks' tensors, split along their first dim."""
         if self._sizes[axis] == 1:
-            return _copied(output, tensor)
+            return copied(output, tensor)
         what: tuple[Axis, Kind, Purpose, str] = (axis, "reduce_scatter", purpose, module)
         flat = tensor.view(-1)
         if not self._on_gloo:
@@ -354,7 +354,7 @@ class Collectives:
     ) -> Pending:
         """Part i of ``tensor``, split along its first dim, goes to rank i; ``output`` has what the ranks sent here."""
         if self._sizes[axis] == 1:
-            return _copied(output, tensor)
+            return copied(output, tensor)
 
         def call(group: dist.ProcessGroup) -> Any:
             return dist.all_to_all_single(output.view(-1), tensor.view(-1), group=group, async_op=True)
@@ -362,8 +362,8 @@ class Collectives:
         return self._start((axis, "all_to_all", purpose, module), tensor, call, (output, tensor))
 
 
-def _copied(output: Tensor, tensor: Tensor) -> Pending:
-    """On an axis of one rank."""
+def copied(output: Tensor, tensor: Tensor) -> Pending:
+    """A gather or a scatter on an axis of one rank."""
     output.view(-1).copy_(tensor.view(-1))
     return _DONE
 

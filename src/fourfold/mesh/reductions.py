@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fourfold.mesh.axes import Axis
-from fourfold.mesh.collectives import Collectives, Pending, Purpose
+from fourfold.mesh.collectives import Collectives, Pending, Purpose, by_number
 from fourfold.mesh.kept import block_results
-from fourfold.mesh.operators import TracedSum
+from fourfold.mesh.operators import traced
 
 
 def put_in_flight(gradient: Tensor, pending: Pending) -> Tensor:
@@ -111,11 +111,10 @@ def _sum(
     if axis is None or collectives.size(axis) == 1:
         return tensor
     if torch.compiler.is_compiling():
+        # One operator for Dynamo, which autograd takes apart.
         return cast(
             Tensor,
-            TracedSum.apply(  # type: ignore[no-untyped-call]
-                tensor, collectives.number, axis, purpose, in_forward, in_backward
-            ),
+            torch.ops.fourfold.sum(tensor, collectives.number, axis, purpose, in_forward, in_backward),
         )
     deferred = in_backward and collectives.interleaving is not None and _is_large(purpose)
     if deferred:
@@ -143,3 +142,20 @@ def sum_both(
 ) -> Tensor:
     """A sum over sharded features by which sharded features are then scaled, as in a norm."""
     return _sum(tensor, collectives, axis, purpose, module, True, True)
+
+
+def _traced_sum(
+    tensor: Tensor, collectives: int, axis: Axis, purpose: Purpose, in_forward: bool, in_backward: bool
+) -> Tensor:
+    of = traced(by_number[collectives])
+    return cast(
+        Tensor,
+        _Sum.apply(tensor, of, axis, purpose, "", (in_forward, in_backward), False),  # type: ignore[no-untyped-call]
+    )
+
+
+_library = torch.library.Library("fourfold", "FRAGMENT")
+_library.define(
+    "sum(Tensor tensor, int collectives, str axis, str purpose, bool in_forward, bool in_backward) -> Tensor"
+)
+_library.impl("sum", _traced_sum, "CompositeImplicitAutograd")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fourfold.mesh.kept import OPERATORS
 from fourfold.parallel.checkpointing import ActivationCheckpointing
@@ -29,9 +29,20 @@ _SETTINGS = {
     "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
     "recompile_limit": 16 * MOST_SHAPES,  # of all kinds of blocks of a model
 }
+# In the order of the graph, what is between the start of a collective and its end overlaps with it.
+_INDUCTOR: dict[str, Any] = {"reorder_for_peak_memory": False}
+# The matmuls of sharded products.
+_PRODUCTS = {getattr(torch.ops.aten, name).out for name in ("mm", "addmm", "bmm", "baddbmm")}
 
-_kept = [torch.ops.fourfold.sharded_product.default, torch.ops.fourfold.all_reduce.default, *OPERATORS]
-_selective = functools.partial(create_selective_checkpoint_contexts, _kept)
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """As without a graph: results of matmuls, of attention and of sums over ranks are kept, gathered inputs are not."""
+    is_sum = operator is torch.ops.fourfold.finish.default and args[2] != "all_gather"
+    is_kept = is_sum or operator in OPERATORS or operator in _PRODUCTS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_selective = functools.partial(create_selective_checkpoint_contexts, _policy)
 
 
 def compiled(
@@ -45,7 +56,13 @@ def compiled(
     """The forward of a block as one graph, after a first one by ``eager``; entered ``inside``."""
     inner = block.forward
     recomputed = {"full": _recomputed, "selective": _partly_recomputed, "none": _run}[checkpointing]
-    traced = torch.compile(recomputed, fullgraph=True, dynamic=False, backend=BACKEND)
+    traced = torch.compile(
+        recomputed,
+        fullgraph=True,
+        dynamic=False,
+        backend=BACKEND,
+        options=_INDUCTOR if BACKEND == "inductor" else None,
+    )
     held = [
         (m._parameters, key) for m in block.modules() for key, p in m._parameters.items() if p is not None
     ]

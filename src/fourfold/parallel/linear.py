@@ -41,8 +41,8 @@ from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import sum_backward
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.linear_op import Product, sharded_product
-from fourfold.parallel.product_operator import register, traced_product
 from fourfold.parallel.sequence import REPLICATED, Cuts, ShapeProxy, Tokens
+from fourfold.parallel.traced_product import register, traced_product
 from fourfold.weights.api import read_weight
 from fourfold.weights.overlap import Overlap
 
@@ -132,8 +132,7 @@ class FusedLinearGroup:
                 own = self.tokens.traced_own(input)
             weights = [block for m in members for block in m.local("weight")]
             shapes = [self.output_shape(own, m, self._product) for m in members]  # type: ignore[arg-type]
-            assert self._operator is not None
-            mine.results = list(traced_product(own, self._operator, self._number, shapes, weights))
+            mine.results = list(traced_product(own, self._number, shapes, weights))
             mine.input = input
         output = mine.results[place]
         assert output is not None

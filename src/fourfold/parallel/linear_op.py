@@ -138,7 +138,7 @@ class _ShardedProduct(torch.autograd.Function):
         if input_gradient is not None and ctx.deferred:
             input_gradient = put_in_flight(input_gradient, pending)
         else:
-            pending.wait()
+            pending.wait([gradient for gradient in weight_gradients if gradient is not None])
         return (input_gradient, None, None, None, *weight_gradients)
 
 
@@ -168,10 +168,10 @@ def product_gradients(
     pending = Pending()
     if wants_input and arrived:
         parts = torch.empty_like(full, memory_format=torch.contiguous_format)
-        written: set[int] = set()
+        each, written = _each(parts), set[int]()
         for member, gradient in arrived.items():
             for out, i, block in _terms(gradient, product.blocks(weights, member), len(full)):
-                _multiply(out, block, parts[i], first=i not in written)
+                _multiply(out, block, each[i], first=i not in written)
                 written.add(i)
         is_cut = product.enter != "whole" and product.out_ranks > 1
         input_gradient = parts.new_empty(input_shape) if is_cut else parts
@@ -270,24 +270,17 @@ def outputs_of(
     for leave, members in product.together:
         if product.in_ranks == 1:
             for member in members:
-                outputs[member] = _shaped(left.pop(0), (*shapes[member], widths[member]))
+                outputs[member] = left.pop(0).view(*shapes[member], widths[member])
             continue
         rows = tokens // product.in_ranks if leave == "tokens" else tokens
         columns = [widths[m] // product.in_ranks if leave == "features" else widths[m] for m in members]
         together = left.pop(0)
         parts = together.split([rows * width for width in columns]) if len(members) > 1 else [together]
         for member, part, width in zip(members, parts, columns, strict=True):
-            own = _shaped(part, (*shapes[member], width))
+            own = part.view(*shapes[member], width)
             # Attention keeps v, and what it makes of q and k: v is not to keep the memory that all three share.
             outputs[member] = own.clone() if leave == "features" and len(product.leaves) > 1 else own
     return [outputs[member] for member in range(len(product.leaves))]
-
-
-def _shaped(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``memory``, which nothing else reads, in this shape. Not as a view in a graph, where a model's code could not change it in place."""
-    if torch.compiler.is_compiling():
-        return cast(Tensor, torch.ops.aten._unsafe_view.default(memory, shape))
-    return memory.view(shape)
 
 
 @dataclass(frozen=True)
@@ -309,7 +302,7 @@ def _outputs(
     tokens = full.shape[1]
     if product.in_ranks == 1:
         # Nothing is sent. Separate memory, so that keeping one output (v in attention) does not keep the others.
-        apart = [full.new_empty(tokens * width) for width in widths]
+        apart = [_empty(tokens * width, full) for width in widths]
         return apart, [
             _Chunk(out, out.view(1, -1), [(member, slice(None), out.view(1, 1, tokens, width))])
             for member, out, width in zip(members, apart, widths, strict=True)
@@ -317,8 +310,8 @@ def _outputs(
     ranks = 1 if leave == "whole" else product.in_ranks
     rows = tokens // ranks if leave == "tokens" else tokens
     columns = [width // ranks if leave == "features" else width for width in widths]
-    parts = full.new_empty(ranks * rows * sum(columns))
-    own = full.new_empty(rows * sum(columns)) if ranks > 1 else parts
+    parts = _empty(ranks * rows * sum(columns), full)
+    own = _empty(rows * sum(columns), full) if ranks > 1 else parts
     chunks, end = [], 0
     count = product.overlap.chunks_of(parts, product.target)
     for spans in _divide(members, columns, rows, count):
@@ -326,6 +319,11 @@ def _outputs(
         memory = parts[ranks * start : ranks * end].view(ranks, end - start)
         chunks.append(_Chunk(own[start:end], memory, _products(memory, spans, rows, leave)))
     return [own], chunks
+
+
+def _empty(size: int, like: Tensor) -> Tensor:
+    """Not `like.new_empty`: a graph that recomputes a block would gather the input for it again."""
+    return torch.empty(size, dtype=like.dtype, device=like.device)
 
 
 def _divide(
@@ -441,13 +439,20 @@ def _terms(parts: Tensor, blocks: Sequence[Tensor], terms: int) -> Iterator[tupl
     One for each weight of a member, unless the output or the input is cut by its features.
     """
     if len(parts) == 1 and len(blocks) == 1 and terms == 1:
-        yield parts[0], 0, blocks[0]
+        yield parts.squeeze(0), 0, blocks[0]
         return
-    for part, rows in zip(parts, zip(*(b.chunk(len(parts)) for b in blocks), strict=True), strict=True):
+    for part, rows in zip(
+        _each(parts), zip(*(b.chunk(len(parts)) for b in blocks), strict=True), strict=True
+    ):
         columns = torch.split(part, [r.shape[0] for r in rows], dim=-1)
         for column, row in zip(columns, rows, strict=True):
             for i, piece in enumerate(row.chunk(terms, dim=1)):
                 yield column, i, piece
+
+
+def _each(parts: Tensor) -> Sequence[Tensor]:
+    """The parts, to read or to write. A view of all of the memory, where there is one: a graph copies into a part of it."""
+    return [parts.squeeze(0)] if len(parts) == 1 else parts.unbind()
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, first: bool) -> None:
@@ -459,7 +464,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, *, first: bool) -> None:
         else:
             torch.baddbmm(out, a, by_group, out=out)
         return
-    a, out = (a[0], out[0]) if a.ndim == 3 else (a, out)
+    a, out = (a.squeeze(0), out.squeeze(0)) if a.ndim == 3 else (a, out)
     if first:
         torch.mm(a, b, out=out)
     else:
