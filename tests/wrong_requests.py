@@ -355,11 +355,6 @@ WRONG: dict[str, Wrong] = {
         ("^activation_checkpointing 'some'", "use 'none', 'selective' or 'full'"),
         partial(request, llama, GRID, activation_checkpointing="full"),
     ),
-    "compiled, with streamed weights": Wrong(
-        partial(request, llama, GRID, compile=True, weights="streamed"),
-        ("^weights='streamed' are gathered by hooks", "use weights='fsdp2', or compile=False"),
-        partial(request, llama, GRID, compile=True, weights="fsdp2"),
-    ),
     "checkpointed blocks": Wrong(
         partial(request, llama, GRID, activation_checkpointing="full", checkpointed_blocks=9),
         ("^checkpointed_blocks=9 is not a number of the model's 1 blocks", "use 0 to 1"),

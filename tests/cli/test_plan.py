@@ -207,16 +207,15 @@ def test_compiled_blocks_are_priced_by_formulas_alone(run_config, capsys, tmp_pa
         str(tmp_path / "plan"),
     ]
     steps = []
-    for more in ([], ["--compile"], ["--set", "engine.compile=true"]):
+    for more in (["--no-compile"], [], ["--compile"], ["--set", "engine.compile=true"]):
         assert main([*words, *more]) == 0
         steps.append(json.loads((tmp_path / "plan").read_text())["ranked"][0]["step_s"])
     assert steps[0] > 1.05 * steps[1]
-    assert steps[1] == steps[2]
+    assert steps[1] == steps[2] == steps[3], "GPUs compile unless told otherwise"
     capsys.readouterr()
     for more, said in (
         (["--simulate", "1"], "a simulation follows blocks operator by operator"),
         (["--trace", str(tmp_path / "trace")], "leave out --trace or --compile"),
-        (["--weights", "streamed"], "compile=True is for weights='fsdp2'"),
     ):
         assert main([*words, "--compile", *more]) == 2
         assert said in capsys.readouterr().err

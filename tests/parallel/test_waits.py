@@ -41,6 +41,11 @@ WAYS: dict[str, dict[str, Any]] = {
         "compile": True,
         "activation_checkpointing": "selective",
     },
+    "streamed, compiled": {
+        "weights": "streamed",
+        "compile": True,
+        "overlap": ff.Overlap(bundle_bytes=256),
+    },
 }
 
 

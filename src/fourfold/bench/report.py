@@ -54,7 +54,7 @@ class Results:
             engine["precision"],
             found.step_s,
             {"compute": max(0.0, found.step_s - sum(waits_s.values())), **waits_s},
-            engine["compile"],
+            found.metadata["compiled"],
             config["optimizer"]["name"],
         )
 

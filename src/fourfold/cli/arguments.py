@@ -46,7 +46,7 @@ def add_engine(parser: argparse.ArgumentParser, *names: str, unless: str = "") -
         if unless:  # that says what would be chosen
             about = re.sub("; auto: [^;.]*", "", about)
         about = f"{about[0].lower()}{about[1:].removesuffix('.')} (default: {unless or field.default})"
-        if field.annotation is bool:
+        if field.annotation is bool or bool in kinds:
             given = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(f"--{name.replace('_', '-')}", **given, help=about)
         parser.set_defaults(**{name: None if unless else field.default})

@@ -79,7 +79,7 @@ def add_to(commands: Any) -> None:
     )
     add_engine(parser, "weights", unless="the run config's, or FSDP2 on GPUs, streamed on CPUs")
     add_engine(parser, "precision", unless="the run config's, or bf16 on GPUs, fp32 on CPUs")
-    add_engine(parser, "compile", unless="the run config's, or no")
+    add_engine(parser, "compile", unless="the run config's, or on GPUs if nothing is simulated")
     add_engine(
         parser,
         "activations",
@@ -127,10 +127,15 @@ def run(options: argparse.Namespace) -> int:
         return 0
     asked = _Asked.of(options)
     cluster = clusters.load(asked.cluster)
-    is_compiled = asked.options.get("compile", False)
-    if options.trace and is_compiled:
+    wanted = asked.options.pop("compile", None)
+    if options.trace and wanted:
         refuse_compiled("leave out --trace or --compile")
-    plan = make_plan(asked.model, cluster, asked.gpus, **asked.options, simulate=options.simulate)
+    # Dry runs, which are simulated and traced, do not follow compiled blocks.
+    can_compile = cluster.target == "cuda" and not options.simulate and not options.trace
+    is_compiled = can_compile if wanted is None else wanted
+    plan = make_plan(
+        asked.model, cluster, asked.gpus, **asked.options, compile=is_compiled, simulate=options.simulate
+    )
     workload = describe(asked.model)[1]
     assert workload is not None
     sequences, length = asked.options["sequences"], asked.options["length"]
@@ -163,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
         print(f"wrote {options.trace}: open it in ui.perfetto.dev")
     if options.write:
-        print(_write(options.write, plan, sequences, length, precision, is_compiled=is_compiled))
+        print(_write(options.write, plan, sequences, length, precision, compiles=options.compile))
     return 0
 
 
@@ -272,7 +277,9 @@ def _sequences(tokens: float, length: int) -> int:
     return sequences
 
 
-def _write(file: Path, plan: Plan, sequences: int, length: int, precision: str, *, is_compiled: bool) -> str:
+def _write(
+    file: Path, plan: Plan, sequences: int, length: int, precision: str, *, compiles: bool | None
+) -> str:
     """Write the fastest layout into a run config that was planned; what was written."""
     from fourfold.config.edit import with_fields
     from fourfold.train.auto_layout import fastest, layout_fields, without_layout
@@ -291,13 +298,14 @@ def _write(file: Path, plan: Plan, sequences: int, length: int, precision: str, 
     planned = without_layout(run)
     best = fastest(planned, plan).layout
     fields = layout_fields(planned, best)
-    fields["engine"]["compile"] = is_compiled
+    if compiles is not None:
+        fields["engine"]["compile"] = compiles
     # What the run config leaves open and the layout does not need stays open.
     fields["engine"] = {
         name: value for name, value in fields["engine"].items() if _changes(run, best, name, value)
     }
     file.write_text(with_fields(file.read_text(), fields))
-    compiled = f", compile = {str(is_compiled).lower()}" if is_compiled != run.engine.compile else ""
+    compiled = f", compile = {str(compiles).lower()}" if "compile" in fields["engine"] else ""
     return f"wrote the layout {best}{compiled} into {file}"
 
 

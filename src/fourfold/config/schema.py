@@ -207,13 +207,13 @@ class EngineSection(Section):
     attention: Literal["auto", "varlen", "masked"] = "auto"
     """Attention of packed documents: by their bounds (varlen), or with a mask of length x length (masked); auto: varlen where the model's attention allows it."""
     weights: Literal["auto", "fsdp2", "streamed"] = "auto"
-    """The backend that gathers weights over z; auto: fsdp2 on GPUs and for compiled blocks, otherwise streamed."""
+    """The backend that gathers weights over z; auto: fsdp2 on GPUs, otherwise streamed."""
     keep_weights_bytes: Annotated[int, Field(ge=0)] = 0
     """With streamed weights: bytes of gathered weights kept for backward instead of re-gathering them."""
     accumulation: Literal["auto", "whole", "sharded"] = "auto"
     """Gradients of several micro-batches: added up whole on each z rank and reduced once, or reduced over z in each micro-batch, which needs less memory; auto: whole, unless it does not fit or more would be recomputed."""
-    compile: bool = False
-    """Compile each block as one graph (torch.compile); needs weights that are fsdp2, and a C++ compiler on CPUs."""
+    compile: bool | None = None
+    """Compile each block as one graph (torch.compile); on CPUs it needs a C++ compiler; on GPUs it is done unless set, if tensor ranks draw no dropout."""
 
     @property
     def is_open(self) -> bool:
@@ -235,10 +235,6 @@ class EngineSection(Section):
         if not self.keep_inputs and self.activations == "replicated":
             raise ValueError(
                 "keep_inputs=false is for activations='sequence-parallel', and this is activations='replicated'; leave it true"
-            )
-        if self.compile and self.weights == "streamed":
-            raise ValueError(
-                "compile=true is for weights='fsdp2', and this is weights='streamed'; leave weights out, or compile=false"
             )
         return self
 

@@ -117,7 +117,7 @@ def dryrun(
     options = Options(precision=precision, **options_of_parallelize)
     note = ""
     if attention != "varlen":
-        note = use_packed_attention(module, attention, target, precision, is_compiled=options.compile)
+        note = use_packed_attention(module, attention, target, precision, is_compiled=bool(options.compile))
     is_masked = bool(note) and module.config._attn_implementation != NAME  # type: ignore[union-attr]
     if note and not is_masked:
         # Without documents, which a dry run does not know, it is stock attention.
@@ -137,9 +137,9 @@ def dryrun(
         ) -> tuple[Trace, Report]:
             report, _ = arrange(model, grid, options, seed=0, checkpointing=checkpointing, is_dry=True)
             report = report.with_note(note) if note else report
-            if options.compile:
+            if report.compiled:
                 report = report.with_note(
-                    "compile: operators and memory are those of blocks that are not compiled"
+                    "operators and memory of the dry run are those of blocks that are not compiled"
                 )
             step = _Step(model, grid, report, optimizer, micro_batches, left_out, trace_all, is_masked)
             try:

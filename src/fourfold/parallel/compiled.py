@@ -1,26 +1,26 @@
 """Blocks that are compiled: each is one graph, in which what is sent is part of an operator (`product_operator.py`).
 
-Where modules are sharded, the first forward runs as it is: it finds which linears share an input, and that attention reads nothing but the shape of its input.
+The first forward runs as it is: it finds which linears share an input, that attention reads nothing but the shape of its input, and over which axes the
+gradients of streamed weights are summed.
 Recomputation is part of the graph: Inductor drops from it what backward does not need. Blocks that are alike share a graph.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fourfold.mesh.kept import OPERATORS
 from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.linear import Linear4D
 from fourfold.parallel.sequence import Tokens
-from fourfold.weights.fsdp2 import local_tensor
+from fourfold.weights.api import backend_of
 
 BACKEND = "inductor"
 MOST_SHAPES = 4  # each is another graph; with more of them blocks run as they are
@@ -63,16 +63,14 @@ def compiled(
         backend=BACKEND,
         options=_INDUCTOR if BACKEND == "inductor" else None,
     )
-    held = [
-        (m._parameters, key) for m in block.modules() for key, p in m._parameters.items() if p is not None
-    ]
-    is_ready = False
+    is_first, is_ready = True, False
     shapes: set[tuple[torch.Size, ...]] = set()
 
     def prepare() -> None:
-        nonlocal is_ready
+        nonlocal is_first, is_ready
         groups = {m.group for m in block.modules() if isinstance(m, Linear4D)}
-        is_ready = all(group.settled for group in groups)
+        is_ready = not is_first and all(group.settled for group in groups)
+        is_first = False
         for group in groups if is_ready else ():
             group.prepare_trace()
 
@@ -90,24 +88,12 @@ def compiled(
         if tokens is not None:
             tokens.traced_shape = tokens.shape
             args = (tokens.own(args[0], name), *args[1:])
-        with torch._dynamo.config.patch(_SETTINGS), inside, _local_parameters(held):
-            return traced(inner, *args, **kwargs)
+        backend = backend_of(block)
+        assert backend is not None
+        with torch._dynamo.config.patch(_SETTINGS), inside:
+            return backend.call_graph(block, lambda: traced(inner, *args, **kwargs))
 
     return forward
-
-
-@contextmanager
-def _local_parameters(held: Sequence[tuple[dict[str, Any], str]]) -> Iterator[None]:
-    """Inside, modules have plain local tensors instead of DTensors, which a graph would take apart at each call."""
-    before = [parameters[key] for parameters, key in held]
-    for (parameters, key), parameter in zip(held, before, strict=True):
-        if isinstance(parameter, DTensor):
-            parameters[key] = local_tensor(parameter)
-    try:
-        yield
-    finally:
-        for (parameters, key), parameter in zip(held, before, strict=True):
-            parameters[key] = parameter
 
 
 def _run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ class Options:
     accumulation: Accumulation = "whole"
     overlap: Overlap = field(default_factory=Overlap)
     chunked_loss: bool = True
-    compile: bool = False
+    compile: bool | None = False  # None: on GPUs, where the model allows it
 
     @property
     def checkpointing_words(self) -> str:

@@ -47,7 +47,7 @@ def parallelize(
     accumulation: Accumulation = "whole",
     overlap: Overlap | None = None,
     chunked_loss: bool = True,
-    compile: bool = False,
+    compile: bool | None = False,
     checkpoint: str | Path | None = None,
     seed: int = 0,
 ) -> Report:
@@ -70,7 +70,7 @@ def parallelize(
             over z in each micro-batch, which needs less memory.
         overlap: which communication overlaps with computation.
         chunked_loss: compute the loss of ``labels`` by chunks of tokens, with only a chunk of the logits in memory.
-        compile: compile each block by Inductor, as one graph; weights are FSDP2's then, and half-batches do not alternate.
+        compile: compile each block by Inductor, as one graph; half-batches do not alternate then. None: on GPUs, if tensor ranks draw no dropout.
         checkpoint: a folder of safetensors.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 
@@ -131,7 +131,7 @@ def arrange(
     block, if it is not as the options say. A dry run follows blocks operator by operator, also those that a run compiles.
     """
     check_model(model)
-    weights, why_weights = choose_weights(options.weights, grid, is_compiled=options.compile)
+    weights, why_weights = choose_weights(options.weights, grid)
     overlap = options.overlap
     model_name = type(model).__name__  # fully_shard changes the class
 
@@ -141,7 +141,11 @@ def arrange(
     tokens = sequence.tokens if sequence else None
     replays = record_initialization(model, seed=seed) if seed is not None else {}
     dropout = Dropout(grid) if grid.x * grid.y > 1 and uses_dropout(model) else None
-    if dropout is not None and options.compile:
+    is_compiled, why_compiled = options.compile, "asked for"
+    if is_compiled is None:
+        is_compiled = grid.target == "cuda" and dropout is None
+        why_compiled = "auto: tensor ranks draw dropout" if dropout is not None else f"auto: on {grid.target}"
+    if dropout is not None and is_compiled:
         raise UnsupportedError(
             f"{model_name} has dropout, whose random numbers on x={grid.x}, y={grid.y} ranks are set between layers, which cannot be "
             "in the one graph of compile=True; use compile=False, or rates of 0"
@@ -170,7 +174,7 @@ def arrange(
             dropout,
             checkpointing=kind,
             tokens=tokens,
-            is_compiled=options.compile and not is_dry,
+            is_compiled=is_compiled and not is_dry,
         )
     wrap_model(model, inside, replaced.groups, dropout, guard, tokens, head_loss)
 
@@ -179,7 +183,7 @@ def arrange(
     why_unsplit = why_not_split(
         model, overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None
     )
-    if options.compile:
+    if is_compiled:
         why_unsplit = "blocks are compiled"
     if why_unsplit is None:
         # Where activations are sent, the vocabulary or the hidden features are sharded.
@@ -199,9 +203,16 @@ def arrange(
         head=replaced.head,
         keeps_head=head_loss is None,
         accumulation=options.accumulation,
+        is_compiled=is_compiled and not is_dry,
     )
     decisions = Decisions(
-        weights, why_weights, "sequence-parallel" if tokens else "replicated", why_activations, why_unsplit
+        weights,
+        why_weights,
+        "sequence-parallel" if tokens else "replicated",
+        why_activations,
+        is_compiled,
+        why_compiled,
+        why_unsplit,
     )
     report = compose_report(
         model_name, grid, roles, replaced, options, decisions, caches, dropout is not None

@@ -25,6 +25,8 @@ class Decisions:
     why_weights: str
     activations: Activations
     why_activations: str
+    is_compiled: bool
+    why_compiled: str
     # Why a batch is not split; None if its halves alternate.
     why_unsplit: str | None
 
@@ -51,6 +53,7 @@ class Report:
     layouts: Mapping[str, ParameterLayout] = field(repr=False)
     interleaved: bool = False  # two half-batches alternate
     activations: Activations = "replicated"
+    compiled: bool = False
 
     def local_parameters(self) -> int:
         """The number of parameters that this rank stores."""
@@ -103,6 +106,9 @@ def compose_report(
     )
     notes.append(f"activation checkpointing: {options.checkpointing_words}")
     notes.append(f"activations: {decisions.activations} ({decisions.why_activations})")
+    notes.append(
+        f"blocks: {'compiled' if decisions.is_compiled else 'not compiled'} ({decisions.why_compiled})"
+    )
     if decisions.weights != "streamed" and (unused := options.overlap.without_effect(STREAMED_OPTIONS)):
         notes.append(f"{unused} with {decisions.weights} weights; use weights='streamed'")
     if decisions.activations == "replicated" and (
@@ -114,4 +120,13 @@ def compose_report(
     notes.append(f"batch-split overlap: {halves}")
     if has_dropout:
         notes.append("dropout: equal where activations are replicated, independent where they are sharded")
-    return Report(model_name, grid, rows, tuple(notes), replaced.layouts, is_split, decisions.activations)
+    return Report(
+        model_name,
+        grid,
+        rows,
+        tuple(notes),
+        replaced.layouts,
+        is_split,
+        decisions.activations,
+        decisions.is_compiled,
+    )

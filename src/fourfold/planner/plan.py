@@ -40,7 +40,7 @@ def plan(
     weights: Literal["fsdp2", "streamed"] | None = None,
     precision: Literal["bf16", "fp32"] | None = None,
     optimizer: Optimizer = "adamw",
-    compile: bool = False,
+    compile: bool | None = None,
     checkpointing: tuple[ActivationCheckpointing, ...] = KINDS,
     checkpointed_blocks: int | None = None,
     activations: Activations | None = None,
@@ -58,8 +58,8 @@ def plan(
     name, the path of a TOML file, or a `Cluster`. The global batch is ``sequences`` of ``length`` tokens. The formulas rank
     all; the first ``simulate`` are then simulated over their dry runs, whose memory replaces that of the formulas, and ranked
     by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given;
-    ``optimizer`` is that of the run. With ``compile`` element-wise work is that of compiled blocks; a dry run does not follow
-    those, so that they have formulas alone. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
+    ``optimizer`` is that of the run. With ``compile``, which is what GPUs do, element-wise work is that of compiled blocks; a dry run does not
+    follow those, so that they have formulas alone, and None does not compile what is to be simulated. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
     latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which.
 
     Any other module that takes ``input_ids``, ``labels`` and ``**kwargs`` of its loss and returns the ``.loss`` of its ``loss_function`` has no formulas:
@@ -73,12 +73,13 @@ def plan(
     """
     machines = cluster if isinstance(cluster, Cluster) else clusters.load(cluster)
     source, workload = describe(model)
-    weights = weights or ("fsdp2" if machines.target == "cuda" or compile else "streamed")
-    if compile and (simulate or workload is None):
+    weights = weights or ("fsdp2" if machines.target == "cuda" else "streamed")
+    is_simulated = bool(simulate) or workload is None
+    if compile is None:
+        compile = machines.target == "cuda" and not is_simulated
+    if compile and is_simulated:
         how = "simulate=0" if workload is not None else "a model of Hugging Face, which has formulas"
         refuse_compiled(f"use {how}, or compile=False")
-    if compile and weights == "streamed":
-        raise ValueError("compile=True is for weights='fsdp2', and this is 'streamed'; leave weights out")
     work = precision or machines.precision
     job = Job(source, sequences, length, machines.target, work, roles, optimizer)
     if workload is None:
@@ -143,7 +144,10 @@ def plan(
             simulated.append(replace(found_out, formula_s=formulas_s.get(layout)))
     simulated.sort(key=lambda e: e.step_s)
     rest = [e for e in found.ranked if e.layout not in layouts]
-    return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *failed])
+    notes = list(found.notes)
+    if machines.target == "cuda":
+        notes.append(f"Blocks are {'compiled' if compile else 'not compiled'} (engine.compile).")
+    return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *failed], notes=tuple(notes))
 
 
 def _worth_simulating(found: Plan, count: int) -> list[Estimate]:

@@ -45,7 +45,7 @@ def _weights(engine: EngineSection, target: str) -> Literal["fsdp2", "streamed"]
     """What "auto" chooses on several ranks."""
     if engine.weights != "auto":
         return engine.weights
-    return "fsdp2" if target == "cuda" or engine.compile else "streamed"
+    return "fsdp2" if target == "cuda" else "streamed"
 
 
 def fields_that_fit(

@@ -7,9 +7,9 @@ FSDP2's collectives block because a CPU has no streams. A module that computes c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ class WeightBackend(Protocol):
         parts are summed over ``axes``. ``by_sibling``: another module reads it, whose output includes the module's own.
         """
 
+    def call_graph(self, block: nn.Module, graph: Callable[[], Any]) -> Any:
+        """Call the graph of a compiled block, which reads plain tensors: this rank's blocks of its weights."""
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside accumulate gradients; they send none of them, or reduce them over z alone."""
 
@@ -50,6 +53,22 @@ def read_weight(
     """This rank's block of a module's parameter; see `WeightBackend.read`."""
     backend: WeightBackend = module.__dict__[_ATTRIBUTE]
     return backend.read(module, key, axes, by_sibling)
+
+
+Place = tuple[dict[str, Any], str]  # the parameters of a module, and which one
+
+
+@contextmanager
+def holding(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, modules have these tensors instead of their parameters."""
+    before = [parameters[key] for parameters, key in places]
+    for (parameters, key), tensor in zip(places, tensors, strict=True):
+        parameters[key] = tensor
+    try:
+        yield
+    finally:
+        for (parameters, key), parameter in zip(places, before, strict=True):
+            parameters[key] = parameter
 
 
 def set_backend(module: nn.Module, backend: WeightBackend) -> None:

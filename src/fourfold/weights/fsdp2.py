@@ -7,7 +7,7 @@ summed, not averaged: the loss is divided by the tokens of the global batch alre
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -26,7 +26,7 @@ from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_backward
-from fourfold.weights.api import Accumulation, Precision, set_backend
+from fourfold.weights.api import Accumulation, Place, Precision, holding, set_backend
 
 
 class Fsdp2Weights:
@@ -50,6 +50,7 @@ class Fsdp2Weights:
         self._model = cast(FSDPModule, model)
         self._accumulation = accumulation
         self._is_last = True  # of the micro-batches
+        self._places: dict[nn.Module, list[Place]] = {}  # by compiled block
         # By group: the shards of gradients of earlier micro-batches, which are not reduced over data yet.
         self._accumulated: dict[FSDPModule, Tensor] = {}
         _check_tied(model, [*blocks, *(m for m in (embedding, head) if m is not None)])
@@ -79,11 +80,22 @@ class Fsdp2Weights:
 
     def read(self, module: nn.Module, key: str, axes: tuple[Axis, ...], by_sibling: bool) -> Tensor:
         block = cast(Tensor, module._parameters[key])
-        if not torch.compiler.is_compiling():  # otherwise `_local_parameters` of `compiled.py` has done it
+        if not torch.compiler.is_compiling():  # otherwise `call_graph` has done it
             block = local_tensor(block)
         for axis in axes:
             block = sum_backward(block, self._collectives, axis, "replica", getattr(module, "name", key))
         return block
+
+    def call_graph(self, block: nn.Module, graph: Callable[[], Any]) -> Any:
+        if block not in self._places:
+            of_modules = [m._parameters for m in block.modules()]
+            self._places[block] = [(parameters, key) for parameters in of_modules for key in parameters]
+        places = [(parameters, key) for parameters, key in self._places[block] if parameters[key] is not None]
+        held = [cast(Tensor, parameters[key]) for parameters, key in places]
+        # A graph would take DTensors apart at each call.
+        tensors = [local_tensor(p) if isinstance(p, DTensor) else p for p in held]
+        with holding(places, tensors):
+            return graph()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

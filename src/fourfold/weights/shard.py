@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from fourfold.errors import UnsupportedError
 from fourfold.mesh.grid import Grid
 from fourfold.weights.api import Accumulation, Precision, Weights
 from fourfold.weights.fsdp2 import Fsdp2Weights
@@ -15,15 +14,8 @@ from fourfold.weights.overlap import Overlap
 from fourfold.weights.streamed import StreamedWeights
 
 
-def choose_weights(weights: Weights, grid: Grid, *, is_compiled: bool = False) -> tuple[Weights, str]:
+def choose_weights(weights: Weights, grid: Grid) -> tuple[Weights, str]:
     """The back end to use, and why."""
-    if is_compiled and weights == "streamed":
-        raise UnsupportedError(
-            "weights='streamed' are gathered by hooks inside a block, which cannot be in the one graph of compile=True; use "
-            "weights='fsdp2', or compile=False"
-        )
-    if is_compiled:
-        return "fsdp2", "asked for" if weights == "fsdp2" else "auto: blocks are compiled"
     if weights != "auto":
         return weights, "asked for"
     if grid.shape == (1, 1, 1, 1):
@@ -46,15 +38,16 @@ def shard_weights(
     head: nn.Module | None = None,
     keeps_head: bool = True,
     accumulation: Accumulation = "whole",
+    is_compiled: bool = False,
 ) -> None:
     """Shard every parameter over z.
 
     Master weights and the reduction of gradients are fp32 in either precision; in bf16 the gathered weights, and so
     the computation, are bf16. ``half_batches`` tells how many parts of a batch are in the model now; ``embedding`` and
-    ``head`` are those that are not tied. ``keeps_head``: backward reads the head's weight.
+    ``head`` are those that are not tied. ``keeps_head``: backward reads the head's weight. ``is_compiled``: the blocks are.
     """
     if weights == "streamed":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        StreamedWeights(model, grid, blocks, dtype, overlap, half_batches, accumulation)
+        StreamedWeights(model, grid, blocks, dtype, overlap, half_batches, accumulation, is_compiled)
     else:
         Fsdp2Weights(model, grid, blocks, precision, embedding, head, keeps_head, accumulation)

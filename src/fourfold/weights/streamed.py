@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
-from fourfold.weights.api import Accumulation, set_backend
+from fourfold.weights.api import Accumulation, holding, set_backend
 from fourfold.weights.overlap import Overlap
 from fourfold.weights.streamed_weight import StreamedWeight, largest_block_bytes, shard_parameters
 
@@ -50,11 +50,19 @@ class StreamedWeights:
         overlap: Overlap,
         half_batches: Callable[[], int],
         accumulation: Accumulation = "whole",
+        is_compiled: bool = False,
     ) -> None:
         self._grid, self._collectives = grid, grid.collectives
         self._overlap, self._half_batches = overlap, half_batches
         self._weights = shard_parameters(model, grid, blocks, dtype, overlap.bundle_bytes)
         self._by_holder = {holder: w for w in self._weights for holder in w.holders}
+        # The modules whose hooks gather and release weights: in the graph of a compiled block there are none.
+        self._unit_of = {m: m for m in model.modules()}
+        if is_compiled:
+            self._unit_of |= {m: block for block in blocks for m in block.modules()}
+        self._in_unit: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        for module, key in self._by_holder:
+            self._in_unit.setdefault(self._unit_of[module], []).append((module, key))
         self._streamed = [w for w in self._weights if not w.is_alias]
         self._small = [w for w in self._streamed if w.is_small]
         self._small_is_gathered = False
@@ -83,16 +91,15 @@ class StreamedWeights:
 
         for weight in self._weights:
             weight.on_gradient = self._take_gradient
-        for module in {module: None for module, _ in self._by_holder}:
+        for module in model.modules():
             set_backend(module, self)
-            held = [
-                self._by_holder[module, key] for key in module._parameters if (module, key) in self._by_holder
+        for unit, held in self._in_unit.items():
+            streamed = [
+                w for w in dict.fromkeys(self._by_holder[holder] for holder in held) if not w.is_alias
             ]
-            streamed = [w for w in held if not w.is_alias]
             if streamed:
-                module.register_forward_pre_hook(self._before_module)
-                module.register_forward_hook(self._after_module(module, streamed), always_call=True)
-        set_backend(model, self)
+                unit.register_forward_pre_hook(self._before_unit)
+                unit.register_forward_hook(self._after_unit(unit, streamed), always_call=True)
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward, always_call=True)
         if dtype != torch.float32:
@@ -102,6 +109,8 @@ class StreamedWeights:
     # -- reading -----------------------------------------------------------------------------------------
 
     def read(self, module: nn.Module, key: str, axes: tuple[Axis, ...], by_sibling: bool) -> Tensor:
+        if torch.compiler.is_compiling():  # `call_graph` has read it
+            return cast(Tensor, module._parameters[key])
         weight = self._by_holder[module, key]
         if not weight.is_alias:
             if weight.is_small:
@@ -109,10 +118,18 @@ class StreamedWeights:
             else:
                 self._need(weight)
                 # No hook gathers a weight in backward for a reader outside its module, so it has to stay gathered.
-                weight.is_read_elsewhere |= not by_sibling and not self._entered[module]
+                weight.is_read_elsewhere |= not by_sibling and not self._entered[self._unit_of[module]]
         if axes != weight.read_with:
             weight.set_sum_over(axes)
         return weight.block()
+
+    def call_graph(self, block: nn.Module, graph: Callable[[], Any]) -> Any:
+        # What the first forward did not read, the graph does not read either.
+        weights = {holder: self._by_holder[holder].read_with for holder in self._in_unit.get(block, ())}
+        held = {holder: axes for holder, axes in weights.items() if axes is not None}
+        tensors = [self.read(*holder, axes, True) for holder, axes in held.items()]
+        with holding([(m._parameters, key) for m, key in held], tensors):
+            return graph()
 
     # -- gathering, ahead of use, in the recorded order -------------------------------------------------------------
 
@@ -134,15 +151,15 @@ class StreamedWeights:
         if not torch.is_grad_enabled():
             self._release_all()
 
-    def _before_module(self, module: nn.Module, args: Any) -> None:
-        self._entered[module] += 1
+    def _before_unit(self, unit: nn.Module, args: Any) -> None:
+        self._entered[unit] += 1
 
-    def _after_module(self, module: nn.Module, held: list[StreamedWeight]) -> Any:
+    def _after_unit(self, unit: nn.Module, held: list[StreamedWeight]) -> Any:
         weights, has_small = [w for w in held if not w.is_small], any(w.is_small for w in held)
-        is_lookup = isinstance(module, nn.Embedding) or getattr(module, "is_lookup", False)
+        is_lookup = isinstance(unit, nn.Embedding) or getattr(unit, "is_lookup", False)
 
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._entered[module] -= 1
+        def hook(unit: nn.Module, args: Any, output: Any) -> None:
+            self._entered[unit] -= 1
             if _inside_backward():
                 return  # a recomputed forward: backward reads them next
             is_known = getattr(output, "gradient_is_known", False)

@@ -42,7 +42,7 @@ def build_model(
         # Master weights are fp32, also if config.json says that the weights are stored in a smaller dtype.
         module: nn.Module = AutoModelForCausalLM.from_config(model_config(model), dtype=torch.float32)
     attention = use_packed_attention(
-        module, engine.attention, grid.target, engine.precision, is_compiled=engine.compile
+        module, engine.attention, grid.target, engine.precision, is_compiled=bool(engine.compile)
     )
     report = parallelize(
         module,

@@ -117,7 +117,7 @@ def compare_with_prediction(
         config["engine"]["precision"],
         mean(line["seconds"] for line in steps),
         {part: mean(parts_of(line).get(part, 0.0) for line in steps) for part in _PARTS},
-        config["engine"].get("compile", False),
+        metadata.get("compiled", False),
         config["optimizer"]["name"],
     )
     try:

@@ -182,7 +182,7 @@ def run_config(about: Mapping[str, Any]) -> dict[str, str]:
         ),
         "batch": f"{batch // length:,} sequences of {length:,} tokens ({amount(batch)} tokens per step)",
         "precision": f"{config['engine']['precision']}, activation checkpointing: {config['engine']['activation_checkpointing']}"
-        + (", compiled blocks" if config["engine"].get("compile") else ""),
+        + (", compiled blocks" if about.get("compiled") else ""),
         "optimizer": f"{optimizer['name']}, learning rate {optimizer['lr']:g}, weight decay {optimizer['weight_decay']:g}{clipped}",
         "schedule": f"{schedule['kind']} over {schedule['steps']:,} steps, {schedule['warmup_steps']:,} of warm-up",
         "seed": str(config["seed"]),

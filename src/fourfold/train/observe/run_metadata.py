@@ -49,6 +49,7 @@ def run_metadata(trainer: Trainer) -> dict[str, Any]:
         "device": device_name(grid.device),
         "versions": versions(),
         "config": run.model_dump(mode="json"),
+        "compiled": trainer.report.compiled,
     }
 
 
