@@ -8,6 +8,7 @@ the loss of each step, every gradient of each step (as clipped), every parameter
     python -m benchmarks.parity --ranks 8 --weights fsdp2   # or streamed
     python -m benchmarks.parity --ranks 8 --activations replicated   # by default cut by their tokens, too
     python -m benchmarks.parity --ranks 8 --activation-checkpointing selective   # or full
+    python -m benchmarks.parity --ranks 8 --accumulation sharded   # of two micro-batches
     python -m benchmarks.parity --ranks 8 --compile --weights fsdp2   # blocks by aot_eager, without code generation
     python -m benchmarks.parity --ranks 8 --break norm      # plants a fault: has to fail
 """
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ from fourfold.selftest import (
     Errors,
     train_on,
 )
-from fourfold.weights.api import Weights
+from fourfold.weights.api import Accumulation, Weights
 
 GRIDS_OF_16 = ((2, 2, 2, 2), (1, 4, 2, 2), (1, 1, 4, 4), (1, 2, 2, 4), (4, 1, 2, 2))
 QUICK_GRIDS_OF_8 = ((1, 1, 1, 8), (1, 1, 8, 1), (8, 1, 1, 1), (1, 2, 2, 2), (2, 2, 1, 2), (2, 1, 4, 1))
@@ -87,22 +88,13 @@ def run_rank(
     shape: tuple[int, int, int, int],
     kind: str,
     fault: str | None,
-    weights: Weights = "auto",
-    activations: ActivationsWanted = "auto",
-    checkpointing: ActivationCheckpointing = "none",
-    is_compiled: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> Errors:
+    """``options`` of `train_on`."""
     compiled.BACKEND = "aot_eager"
     torch._dynamo.reset()
     with injected(fault) if fault else nullcontext():
-        return train_on(
-            Grid.create(shape, timeout_s=60),
-            kind,
-            weights=weights,
-            activations=activations,
-            activation_checkpointing=checkpointing,
-            compile=is_compiled,
-        )
+        return train_on(Grid.create(shape, timeout_s=60), kind, **options or {})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -115,6 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--activations", default="sequence-parallel", choices=get_args(ActivationsWanted))
     parser.add_argument(
         "--activation-checkpointing", default="none", choices=get_args(ActivationCheckpointing)
+    )
+    parser.add_argument(
+        "--accumulation",
+        choices=get_args(Accumulation),
+        help="steps of two micro-batches, whose gradients are accumulated so",
     )
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--quick", action="store_true", help="a few grids of 8 ranks instead of all")
@@ -129,8 +126,20 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"bars: loss {LOSS_BAR:g} relative, gradients {GRADIENT_BAR:g}, parameters {PARAMETER_BAR:g} of their maximum"
     )
+    wanted: dict[str, Any] = {
+        "weights": options.weights,
+        "activations": options.activations,
+        "activation_checkpointing": options.activation_checkpointing,
+        "compile": options.compile,
+    }
+    if options.accumulation:
+        wanted |= {"micro_batches": 2, "accumulation": options.accumulation}
+    more = (
+        f", gradients of two micro-batches accumulated {options.accumulation}" if options.accumulation else ""
+    )
+    more += ", blocks compiled" if options.compile else ""
     print(
-        f"weights {options.weights}, activations {options.activations}, activation checkpointing {options.activation_checkpointing}{', blocks compiled' if options.compile else ''}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
+        f"weights {options.weights}, activations {options.activations}, activation checkpointing {options.activation_checkpointing}{more}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
     )
     print(f"{'model':10} {'(data, z, y, x)':16} {'loss':>9} {'gradient':>9} {'parameter':>9}")
     start_s = time.perf_counter()
@@ -138,15 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     with RankPool(options.ranks) as pool:
         for kind in options.models:
             for shape in grids:
-                arguments_of_rank = (
-                    shape,
-                    kind,
-                    options.fault,
-                    options.weights,
-                    options.activations,
-                    options.activation_checkpointing,
-                    options.compile,
-                )
+                arguments_of_rank = shape, kind, options.fault, wanted
                 errors = Errors.worst(pool.run(run_rank, options.ranks, *arguments_of_rank, timeout_s=180))
                 good = errors.within_bars()
                 held, failed = held + good, failed + (not good)
