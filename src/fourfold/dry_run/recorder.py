@@ -10,7 +10,6 @@ the bytes are added up at the end.
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -30,18 +29,15 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from fourfold.dry_run.events import Category, Event, Operation, Phase, Start, Trace, Wait, Work
+from fourfold.dry_run.events import Category, Event, Operation, Phase, Start, Trace, Wait
+from fourfold.dry_run.operators import MATMULS, work_of
 from fourfold.mesh.collectives import InFlightCollective, Observer
 from fourfold.mesh.grid import Grid
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
-_MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_}
 _INTO = {aten.mm.out, aten.addmm.out}
-_ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
-_ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @contextmanager
@@ -211,22 +207,10 @@ class Recorder(TorchDispatchMode, Observer):
             return out  # collectives report themselves; views do nothing
         if not inputs:
             return out  # memory was taken, no more
-        packet = func._overloadpacket
-        work: Work = "memory"
-        flops = 0.0
-        shape: tuple[int, ...] = tuple(outputs[0].shape) if outputs else tuple(inputs[0].shape)
-        if packet in _MATMULS:
-            a, b = [t for t in args if isinstance(t, Tensor)][-2:]
-            shape = (a.shape[0] if a.ndim == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1])
-            work, flops = "matmul", 2.0 * math.prod(shape)
-        elif packet is _ATTENTION_ON_CPU:
-            work, flops = "attention", float(sdpa_flop_count(*(t.shape for t in inputs[:3])))
-        elif packet is _ATTENTION_ON_CPU_BACKWARD:
-            work, flops = "attention", float(sdpa_backward_flop_count(*(t.shape for t in inputs[:4])))
-        elif packet in flop_registry:
-            work, flops = "attention", float(flop_registry[packet](*args, **kwargs, out_val=out))
-        moved = _moved_bytes(func, args, kwargs, outputs)
-        self.events.append(Operation(phase, module, str(func), work, flops, moved, shape))
+        done = work_of(func, args, kwargs, out)
+        self.events.append(
+            Operation(phase, module, str(func), done.work, done.flops, done.bytes_moved, done.shape)
+        )
         return out
 
     # -- collectives (`collectives.Observer`) -----------------------------------------------------------------------
@@ -289,7 +273,7 @@ class Recorder(TorchDispatchMode, Observer):
             and module in ("", self._logits[1])
         ):
             category = "logits"
-        elif phase == "backward" and func._overloadpacket in _MATMULS:
+        elif phase == "backward" and func._overloadpacket in MATMULS:
             shape = tuple(tensor.shape)
             if {shape, shape[::-1]} & self._weights.get(module.rpartition(".")[0], set()):
                 category = "gradients"
@@ -374,34 +358,3 @@ def _fits(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Can a product be written into ``out``? If not, PyTorch says why."""
     is_product = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]
     return is_product and out.shape == (a.shape[0], b.shape[1]) and a.dtype == b.dtype == out.dtype
-
-
-_LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
-_NOTHING = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.empty, aten.empty_strided}
-
-
-def _moved_bytes(func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> float:
-    """What an operator reads and writes of memory, by its schema: an argument may be read, written, or both."""
-    packet, schema = func._overloadpacket, func._schema
-    if packet in _NOTHING:
-        return 0.0
-    read = written = 0
-    given = [*zip(schema.arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in schema.arguments)]
-    for argument, value in given:
-        size = sum(_touched_bytes(t) for t in tree_leaves(value) if isinstance(t, Tensor))
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        written += size if is_written else 0
-        # What is written is read as well, unless it is copied over or an `out`.
-        read += 0 if is_written and (argument.kwarg_only or "copy" in schema.name) else size
-    if not schema.is_mutable:
-        written = sum(_touched_bytes(t) for t in outputs)
-    if packet in _LOOKUPS:  # of the table only what is looked up
-        read = 2 * written
-    return read + written
-
-
-def _touched_bytes(tensor: Tensor) -> int:
-    """What it reads or writes of memory; an expanded tensor reads its storage once."""
-    if isinstance(tensor, DTensor):
-        return 0
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

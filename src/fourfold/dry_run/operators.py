@@ -1,0 +1,76 @@
+"""What one operator of PyTorch does: FLOPs, and bytes of memory that it reads and writes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from fourfold.dry_run.events import Work
+
+aten = torch.ops.aten
+MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_}
+_ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
+_ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+_LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
+_NOTHING = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.empty, aten.empty_strided}
+
+
+class Done(NamedTuple):
+    work: Work
+    flops: float
+    bytes_moved: float
+    # (batch, m, n, k) of a matmul; the output's shape of any other operator.
+    shape: tuple[int, ...]
+
+
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Done:
+    outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+    inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    packet = func._overloadpacket
+    work: Work = "memory"
+    flops = 0.0
+    shape: tuple[int, ...] = tuple(outputs[0].shape) if outputs else tuple(inputs[0].shape)
+    if packet in MATMULS:
+        a, b = [t for t in args if isinstance(t, Tensor)][-2:]
+        shape = (a.shape[0] if a.ndim == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1])
+        work, flops = "matmul", 2.0 * math.prod(shape)
+    elif packet is _ATTENTION_ON_CPU:
+        work, flops = "attention", float(sdpa_flop_count(*(t.shape for t in inputs[:3])))
+    elif packet is _ATTENTION_ON_CPU_BACKWARD:
+        work, flops = "attention", float(sdpa_backward_flop_count(*(t.shape for t in inputs[:4])))
+    elif packet in flop_registry:
+        work, flops = "attention", float(flop_registry[packet](*args, **kwargs, out_val=out))
+    return Done(work, flops, _moved_bytes(func, args, kwargs, outputs), shape)
+
+
+def _moved_bytes(func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> float:
+    """What an operator reads and writes of memory, by its schema: an argument may be read, written, or both."""
+    packet, schema = func._overloadpacket, func._schema
+    if packet in _NOTHING:
+        return 0.0
+    read = written = 0
+    given = [*zip(schema.arguments, args, strict=False), *((a, kwargs.get(a.name)) for a in schema.arguments)]
+    for argument, value in given:
+        size = sum(_touched_bytes(t) for t in tree_leaves(value) if isinstance(t, Tensor))
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        written += size if is_written else 0
+        # What is written is read as well, unless it is copied over or an `out`.
+        read += 0 if is_written and (argument.kwarg_only or "copy" in schema.name) else size
+    if not schema.is_mutable:
+        written = sum(_touched_bytes(t) for t in outputs)
+    if packet in _LOOKUPS:  # of the table only what is looked up
+        read = 2 * written
+    return read + written
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    """What it reads or writes of memory; an expanded tensor reads its storage once."""
+    if isinstance(tensor, DTensor):
+        return 0
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
