@@ -1,4 +1,4 @@
-"""Collectives as late as CUDA may have them: each happens when it is waited for, and its result is NaN until then.
+"""Collectives, and copies to the host and back, as late as CUDA may have them: each happens when it is waited for; until then its result is NaN.
 
 On CPU a collective may be complete before anybody waits, which hides a wait that is missing or comes too late. Here it shows:
 a result that is read too early is NaN, an input that is changed in flight is reported.
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fourfold.mesh.offloading import Copy, HostMemory
 
 
 @dataclass
@@ -118,3 +121,65 @@ def late_collectives() -> Iterator[Seen]:
     finally:
         for name, function in real.items():
             setattr(dist, name, function)
+
+
+class LateCopies:
+    """Copies of one stream between a "device" and a "host" that are both the CPU (`fourfold.mesh.offloading.Copies`).
+
+    They do not keep memory of the device alive: what is freed or changed before it is copied is reported.
+    """
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen, self.from_host = seen, 0
+        self._on_device: list[StorageWeakRef] = []
+        self._memory = HostMemory(torch.empty_strided)
+        self._queue: list[Callable[[], None]] = []
+
+    def on_device(self) -> int:
+        """How many tensors that were copied to the host, or back, have memory on the device."""
+        return sum(not storage.expired() for storage in self._on_device)
+
+    def to_host(self, tensor: Tensor, name: str) -> Copy:
+        on_host, before = self._memory.take(tensor), tensor.clone()
+
+        def run(device: Tensor) -> None:
+            if not torch.equal(device, before):
+                self.seen.changed.append(f"the input of {name}")
+            on_host.copy_(device)
+
+        return self._start(tensor, name, run, on_host)
+
+    def to_device(self, on_host: Tensor, name: str) -> Copy:
+        self.from_host += 1
+        device = torch.full_like(on_host, torch.nan)
+        return self._start(device, name, lambda device: device.copy_(on_host), device)
+
+    def will_free(self, tensor: Tensor) -> None:
+        with torch._C._DisableTorchDispatch():  # an input may be dropped while a graph is traced
+            self._run_to(self.seen.started)
+
+    def take_back(self, on_host: Tensor) -> None:
+        self._memory.take_back(on_host)
+
+    def _start(self, device: Tensor, name: str, run: Callable[[Tensor], Any], result: Tensor) -> Copy:
+        storage = StorageWeakRef(device.untyped_storage())
+        layout = device.storage_offset(), device.shape, device.stride()
+        empty = device.new_empty(0)
+        self._on_device.append(storage)
+
+        def late() -> None:
+            alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+            if alive is None:
+                self.seen.changed.append(f"the freed input of {name}")
+            else:
+                run(empty.set_(alive, *layout))
+
+        self._queue.append(late)
+        self.seen.started += 1
+        number = self.seen.started
+        return Copy(result, lambda: self._run_to(number))
+
+    def _run_to(self, number: int) -> None:
+        while self.seen.waited < number:
+            self.seen.waited += 1
+            self._queue.pop(0)()

@@ -89,6 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "replicated activations": {"activations": "replicated"},
     "selective recomputation": {"activation_checkpointing": "selective"},
     "full recomputation": {"activation_checkpointing": "full"},
+    "offloaded inputs": {"activation_checkpointing": "full", "activation_offloading": True},
     "all logits at once": {"chunked_loss": False},
     "gradients whole": {"micro_batches": 2},
     "gradients in shards": {"micro_batches": 2, "accumulation": "sharded"},
@@ -274,8 +275,8 @@ def main(arguments: list[str] | None = None) -> int:
         for shape, name in asked:
             grid = Grid.create(shape, device_type=options.device, timeout_s=120)
             given = OPTIONS.get(name, {})
-            if given.get("compile") and grid.device.type == "cpu" and not _has_cpp_compiler():
-                table.add_row(kind, str(shape), name, "", "", "", "not tried: there is no C++ compiler")
+            if (why := _why_not_tried(given, grid.device.type)) is not None:
+                table.add_row(kind, str(shape), name, "", "", "", f"not tried: {why}")
                 continue
             errors = Errors.worst(gather_objects(train_on(grid, kind, **given)))
             total += 1
@@ -298,8 +299,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if good == total else 1
 
 
-def _has_cpp_compiler() -> bool:
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
+def _why_not_tried(given: dict[str, Any], device: str) -> str | None:
+    if device == "cpu" and given.get("activation_offloading"):
+        return "it has no effect on CPUs"
+    has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
+    return (
+        "there is no C++ compiler" if device == "cpu" and given.get("compile") and not has_compiler else None
+    )
 
 
 if __name__ == "__main__":

@@ -224,6 +224,24 @@ def test_compiled_blocks_are_priced_by_formulas_alone(run_config, capsys, tmp_pa
     assert load_run(run_config).engine.compile
 
 
+def test_offloading_is_priced_when_it_is_asked_for(run_config, capsys, tmp_path):
+    file = tmp_path / "plan"
+    # Blocks have to be recomputed.
+    words = ["plan", str(run_config), "--cluster", "dgx-h100", "--gpus", "8", "--json", str(file)]
+    words += ["--set", "engine.activation_checkpointing=full"]
+    fitting = []
+    for more in ([], ["--activation-offloading"], ["--set", "engine.activation_offloading=true"]):
+        assert main([*words, *more]) == 0
+        ranked = json.loads(file.read_text())["ranked"]
+        fitting.append(len(ranked))
+        assert all(e["layout"]["activation_offloading"] == bool(more) for e in ranked)
+    assert fitting[1] == fitting[2] > fitting[0]
+    assert "inputs offloaded" in capsys.readouterr().out
+    assert main([*words, "--activation-offloading", "--write", str(run_config)]) == 0
+    assert ", activation_offloading = true into" in capsys.readouterr().out
+    assert load_run(run_config).engine.activation_offloading
+
+
 def test_a_plan_for_another_batch_is_not_written(config, run_config, capsys):
     before = run_config.read_text()
     assert plan(config, "--write", str(run_config)) == 2

@@ -119,17 +119,20 @@ def test_repeated_chunks_of_the_loss_equal_those_that_are_traced_one_by_one(monk
 
 
 @pytest.mark.parametrize(
-    ("count", "shape", "weights", "kind"),
+    ("count", "shape", "weights", "kind", "offloads"),
     [
-        pytest.param(8, (1, 2, 1, 1), "fsdp2", "selective", marks=pytest.mark.nightly),
-        (10, (1, 2, 1, 1), "fsdp2", "selective"),
-        pytest.param(0, (1, 2, 1, 1), "fsdp2", "selective", marks=pytest.mark.nightly),
-        pytest.param(5, (2, 2, 1, 2), "fsdp2", "full", marks=pytest.mark.nightly),
-        pytest.param(5, (1, 2, 2, 1), "streamed", "full", marks=pytest.mark.nightly),
-        pytest.param(4, (1, 2, 2, 2), "fsdp2", "selective", marks=pytest.mark.nightly),
+        pytest.param(8, (1, 2, 1, 1), "fsdp2", "selective", False, marks=pytest.mark.nightly),
+        (10, (1, 2, 1, 1), "fsdp2", "selective", True),
+        pytest.param(0, (1, 2, 1, 1), "fsdp2", "selective", False, marks=pytest.mark.nightly),
+        pytest.param(5, (2, 2, 1, 2), "fsdp2", "full", True, marks=pytest.mark.nightly),
+        pytest.param(5, (1, 2, 2, 1), "streamed", "full", False, marks=pytest.mark.nightly),
+        pytest.param(4, (1, 2, 2, 2), "fsdp2", "selective", True, marks=pytest.mark.nightly),
+        pytest.param(10, (1, 2, 2, 1), "streamed", "full", True, marks=pytest.mark.nightly),
     ],
 )
-def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks(count, shape, weights, kind):
+def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks(
+    count, shape, weights, kind, offloads
+):
     whole, expanded = whole_and_expanded(
         10,
         shape,
@@ -138,7 +141,13 @@ def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks(count, s
         weights=weights,
         activation_checkpointing=kind,
         checkpointed_blocks=count,
+        activation_offloading=offloads,
     )
+    copied = Counter(e.kind for e in whole.trace.events if isinstance(e, Start) and e.axis == "host")
+    # Of two micro-batches; the last input is still on the device.
+    recomputed = 10 if kind == "full" else count
+    expected = {"to_host": 2 * recomputed, "to_device": 2 * (recomputed - 1)}
+    assert copied == (expected if offloads else {})
     assert expanded.blocks_traced == (3 if count in (0, 10) else 5, 10)
     assert expanded.trace.events == list(whole.trace.events)
     assert expanded.peak == whole.peak

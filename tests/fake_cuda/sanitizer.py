@@ -65,6 +65,7 @@ class Sanitizer(CUDASanitizerDispatchMode):
         self._storages: dict[int, _Storage] = {}
         self._by_key: dict[int, _Storage] = {}
         self._shared: dict[int, _Storage] = {}  # used on another stream than their own
+        self._pinned: dict[int, Tensor] = {}  # on the host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,12 +73,19 @@ class Sanitizer(CUDASanitizerDispatchMode):
             to = torch.device(kwargs.get("device") or args[0].device)
             if args[0].is_cuda and to.type == "cpu" and not kwargs.get("non_blocking"):
                 self.found.append("the host waits for a copy")
+        if func is torch.ops.aten.copy_.default and args[0].is_cuda != args[1].is_cuda:
+            on_host = args[1] if args[0].is_cuda else args[0]
+            is_asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+            if not is_asynchronous or on_host.untyped_storage()._cdata not in self._pinned:
+                self.found.append("the host waits for a copy")
         if func.namespace == "prim":  # metadata
             return func(*args, **kwargs)
         arguments = _Arguments(self._key)
         is_factory = func._schema.name.startswith(("aten::empty", "aten::new_empty"))
         arguments.parse_inputs(func._schema, args, kwargs, is_factory=is_factory)
         outputs = func(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            self._pinned[outputs.untyped_storage()._cdata] = outputs
         arguments.parse_outputs(func._schema, outputs, is_factory=is_factory)
         self._launch(
             torch.accelerator.current_stream().stream_id,

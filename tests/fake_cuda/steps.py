@@ -19,6 +19,7 @@ from fourfold.dry_run.recorder import replaced
 from fourfold.mesh.axes import AXES
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
+from fourfold.mesh.offloading import Copy, CudaCopies, HostMemory, _Input
 from fourfold.parallel import parallelize
 from fourfold.parallel.loss.cross_entropy import count_labels
 from fourfold.parallel.options import Options
@@ -30,9 +31,14 @@ Shape = tuple[int, int, int, int]
 WAYS: dict[str, tuple[Shape, dict[str, Any]]] = {
     "fsdp2": ((1, 2, 1, 2), {"weights": "fsdp2"}),
     "fsdp2, replicas": ((2, 2, 2, 1), {"weights": "fsdp2", "accumulation": "whole"}),
-    "fsdp2, replicas, sharded gradients": (
+    "fsdp2, replicas, sharded gradients, offloaded": (
         (2, 2, 1, 2),
-        {"weights": "fsdp2", "accumulation": "sharded", "activation_checkpointing": "selective"},
+        {
+            "weights": "fsdp2",
+            "accumulation": "sharded",
+            "activation_checkpointing": "selective",
+            "activation_offloading": True,
+        },
     ),
     "fsdp2, sequence-parallel": (
         (1, 2, 2, 2),
@@ -51,6 +57,15 @@ WAYS: dict[str, tuple[Shape, dict[str, Any]]] = {
     "streamed, recomputed": (
         (1, 4, 1, 2),
         {"weights": "streamed", "activation_checkpointing": "full", "activations": "replicated"},
+    ),
+    "streamed, two half-batches, offloaded": (
+        (1, 2, 2, 1),
+        {
+            "weights": "streamed",
+            "overlap": ff.Overlap(interleave=True),
+            "activation_checkpointing": "selective",
+            "activation_offloading": True,
+        },
     ),
 }
 
@@ -108,6 +123,7 @@ def _step(
 ) -> None:
     labels = count_labels(ids, grid, shift=True)
     first, last = ids.chunk(2)
+    model(input_ids=first, labels=first)  # without a backward
     with ff.no_sync(model):
         model(input_ids=first, labels=first, num_items_in_batch=labels).loss.backward()
     loss = model(input_ids=last, labels=last, num_items_in_batch=labels).loss
@@ -130,12 +146,37 @@ def without_waiting() -> tuple[int, list[str]]:
 def without_recording() -> tuple[int, list[str]]:
     """The allocator is not told that FSDP2's all-reduce stream uses a buffer of its reduce-scatter stream."""
     with replaced(Sanitizer, "note_stream", lambda sanitizer, tensor, stream: None):
-        return steps(*WAYS["fsdp2, replicas, sharded gradients"])
+        return steps(*WAYS["fsdp2, replicas, sharded gradients, offloaded"])
+
+
+def _offloaded(changed: Any, name: str, by: Any) -> tuple[int, list[str]]:
+    with replaced(changed, name, by):
+        return steps(*WAYS["fsdp2, replicas, sharded gradients, offloaded"])
+
+
+def _copy_at_once(copies: CudaCopies, source: Tensor, target: Tensor) -> Copy:
+    with torch.cuda.stream(copies._stream):
+        target.copy_(source, non_blocking=True)
+    done = copies._stream.record_event()
+    return Copy(target, lambda: torch.cuda.current_stream().wait_event(done))
+
+
+def _without_wait(copy: Copy, result: Any, wait: Any) -> None:
+    copy.result, copy.wait = result, lambda: None
 
 
 FAULTS: dict[str, Callable[[], tuple[int, list[str]]]] = {
     "no wait": without_waiting,
     "no record_stream": without_recording,
+    "offloaded too early": lambda: _offloaded(CudaCopies, "_copy", _copy_at_once),
+    "offloaded, no wait": lambda: _offloaded(Copy, "__init__", _without_wait),
+    "offloaded, no wait to free": lambda: _offloaded(
+        _Input, "leave_device", lambda input: vars(input).update(_device=None)
+    ),
+    "offloaded, no record_stream": lambda: _offloaded(CudaCopies, "will_free", lambda *_: None),
+    "offloaded, from pageable memory": lambda: _offloaded(
+        HostMemory, "take", lambda memory, like: torch.empty_like(like, device="cpu")
+    ),
     "the loss is read": lambda: steps(*WAYS["fsdp2"], after_backward=Tensor.item),
     "the loss is copied": lambda: steps(*WAYS["fsdp2"], after_backward=Tensor.cpu),
     "the stream is waited for": lambda: steps(

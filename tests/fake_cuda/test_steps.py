@@ -48,13 +48,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize(
     "way",
     [
-        "fsdp2, replicas, sharded gradients",
+        "fsdp2, replicas, sharded gradients, offloaded",
         pytest.param("fsdp2", marks=nightly),
         pytest.param("fsdp2, replicas", marks=nightly),
         pytest.param("fsdp2, sequence-parallel", marks=nightly),
         pytest.param("streamed", marks=nightly),
         pytest.param("streamed, recomputed", marks=nightly),
         pytest.param("streamed, two half-batches", marks=nightly),
+        pytest.param("streamed, two half-batches, offloaded", marks=nightly),
     ],
 )
 def test_streams_wait_for_each_other_and_the_host_for_none(found: Found, way: str) -> None:
@@ -64,16 +65,18 @@ def test_streams_wait_for_each_other_and_the_host_for_none(found: Found, way: st
 
 
 @nightly
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("no wait", "does not wait for all_reduce"),
-        ("no record_stream", "is freed while all_reduce"),
-        ("the loss is read", "DataDependentOutputException"),
-        ("the loss is copied", "the host waits for a copy"),
-        ("the stream is waited for", "the host waits for a stream"),
-    ],
-)
-def test_a_planted_fault_is_found(found: Found, fault: str, said: str) -> None:
-    _, faults = found(fault)[fault]
-    assert any(said in line for line in faults), faults
+def test_planted_faults_are_found(found: Found) -> None:
+    said = {
+        "no wait": "does not wait for all_reduce",
+        "no record_stream": "is freed while all_reduce",
+        "offloaded too early": "aten::copy_ on stream",
+        "offloaded, no wait": "does not wait for aten::copy_",
+        "offloaded, no wait to free": "is freed while aten::copy_",
+        "offloaded, no record_stream": "is freed while aten::copy_",
+        "offloaded, from pageable memory": "the host waits for a copy",
+        "the loss is read": "DataDependentOutputException",
+        "the loss is copied": "the host waits for a copy",
+        "the stream is waited for": "the host waits for a stream",
+    }
+    for fault, (_, faults) in found(*said).items():
+        assert any(said[fault] in line for line in faults), (fault, faults)

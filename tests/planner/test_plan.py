@@ -201,3 +201,27 @@ def test_dry_runs_in_processes_of_their_own_are_the_same(monkeypatch):
     assert "x=3 does not divide num_attention_heads=4" in str(rejected)
     for layout, done in zip(layouts, apart, strict=False):
         assert done.trace == estimate_by_dry_run(job, layout).trace
+
+
+@pytest.mark.parametrize("host_gbps", [64.0, 1e-3])
+def test_a_simulation_waits_for_copies_to_the_host_that_take_longer_than_blocks(host_gbps):
+    cluster = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, host_gbps=host_gbps))
+    layout = Layout(1, 2, 1, 1, 1, "full", activation_offloading=True)
+    config = LlamaConfig(**SIZES | {"num_hidden_layers": 6})
+    job = Job(config, 4, 64, "cuda")
+    step, _ = simulate_step(estimate_in_process(job, layout), cluster)
+    copy_s = 2 * 64 * 64 * 2 / (host_gbps * 1e9 * cluster.device.host_share)
+    assert step.link_s["host"] == pytest.approx((6 + 5) * copy_s)
+    if host_gbps == 64.0:
+        assert step.exposed_s.get("host", 0.0) == 0.0
+    else:  # blocks of microseconds hide little of copies of milliseconds
+        assert step.exposed_s["host"] == pytest.approx(10 * copy_s, rel=0.1)
+
+
+def test_a_plan_for_cpus_says_that_offloading_has_no_effect():
+    cpus = dataclasses.replace(CLUSTER, library=LIBRARIES["gloo"])
+    found, plain = (
+        ff.plan(CONFIG, cpus, 2, sequences=4, length=32, activation_offloading=off) for off in (True, False)
+    )
+    assert found.notes == ("activation_offloading has no effect on CPUs; leave it out.",)
+    assert found.best == plain.best

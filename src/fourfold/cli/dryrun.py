@@ -119,6 +119,7 @@ def run(options: argparse.Namespace) -> int:
         attention=chosen["attention"],
         weights=chosen["weights"],
         compile=chosen["compile"],
+        activation_offloading=chosen["activation_offloading"],
         overlap=Overlap(keep_inputs=chosen["keep_inputs"], keep_bytes=chosen["keep_weights_bytes"]),
         optimizer="adamw" if config is None else config.optimizer.name,
         target=options.target,

@@ -80,6 +80,7 @@ def add_to(commands: Any) -> None:
     add_engine(parser, "weights", unless="the run config's, or FSDP2 on GPUs, streamed on CPUs")
     add_engine(parser, "precision", unless="the run config's, or bf16 on GPUs, fp32 on CPUs")
     add_engine(parser, "compile", unless="the run config's, or on GPUs if nothing is simulated")
+    add_engine(parser, "activation_offloading", unless="the run config's, or no")
     add_engine(
         parser,
         "activations",
@@ -168,7 +169,9 @@ def run(options: argparse.Namespace) -> int:
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
         print(f"wrote {options.trace}: open it in ui.perfetto.dev")
     if options.write:
-        print(_write(options.write, plan, sequences, length, precision, compiles=options.compile))
+        names = ("compile", "activation_offloading")
+        asked_for = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+        print(_write(options.write, plan, sequences, length, precision, asked_for))
     return 0
 
 
@@ -208,7 +211,7 @@ class _Asked:
             sequences = _sequences(options.batch_tokens, length)
         own = {
             name: getattr(options, name)
-            for name in ("weights", "precision", "compile", "activations")
+            for name in ("weights", "precision", "compile", "activation_offloading", "activations")
             if getattr(options, name) is not None
         }
         if options.keep_inputs is not None:
@@ -278,9 +281,9 @@ def _sequences(tokens: float, length: int) -> int:
 
 
 def _write(
-    file: Path, plan: Plan, sequences: int, length: int, precision: str, *, compiles: bool | None
+    file: Path, plan: Plan, sequences: int, length: int, precision: str, asked_for: dict[str, bool]
 ) -> str:
-    """Write the fastest layout into a run config that was planned; what was written."""
+    """Write the fastest layout into a run config that was planned, and the options that it was planned for; what was written."""
     from fourfold.config.edit import with_fields
     from fourfold.train.auto_layout import fastest, layout_fields, without_layout
 
@@ -298,15 +301,16 @@ def _write(
     planned = without_layout(run)
     best = fastest(planned, plan).layout
     fields = layout_fields(planned, best)
-    if compiles is not None:
-        fields["engine"]["compile"] = compiles
+    fields["engine"] |= asked_for
     # What the run config leaves open and the layout does not need stays open.
     fields["engine"] = {
         name: value for name, value in fields["engine"].items() if _changes(run, best, name, value)
     }
     file.write_text(with_fields(file.read_text(), fields))
-    compiled = f", compile = {str(compiles).lower()}" if "compile" in fields["engine"] else ""
-    return f"wrote the layout {best}{compiled} into {file}"
+    others = [
+        f", {name} = {str(fields['engine'][name]).lower()}" for name in asked_for if name in fields["engine"]
+    ]
+    return f"wrote the layout {best}{''.join(others)} into {file}"
 
 
 def _changes(run: RunConfig, layout: Layout, name: str, value: Any) -> bool:

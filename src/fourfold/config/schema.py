@@ -204,6 +204,8 @@ class EngineSection(Section):
     """Recompute every block in backward (full), all of it but linears and attention (selective), or nothing (none); auto: as little as fits into the memory of a device."""
     checkpointed_blocks: Annotated[int, Field(ge=0)] | None = None
     """Blocks, from the first, that activation_checkpointing is for; the others have the next weaker kind; all unless set."""
+    activation_offloading: bool = False
+    """Keep the inputs of recomputed blocks in pinned host memory from forward to backward; for GPUs, and without effect on CPUs."""
     attention: Literal["auto", "varlen", "masked"] = "auto"
     """Attention of packed documents: by their bounds (varlen), or with a mask of length x length (masked); auto: varlen where the model's attention allows it."""
     weights: Literal["auto", "fsdp2", "streamed"] = "auto"

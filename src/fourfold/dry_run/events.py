@@ -10,6 +10,10 @@ from typing import Literal, get_args
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Kind, Purpose
 
+# What carries a collective, or a copy of a block's input to the host or back.
+Track = Axis | Literal["host"]
+Sent = Kind | Literal["to_host", "to_device"]
+For = Purpose | Literal["offloading"]
 Phase = Literal["forward", "recompute", "backward", "clip", "optimizer"]
 Work = Literal["matmul", "attention", "memory"]
 Category = Literal[
@@ -40,13 +44,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A collective begins."""
+    """A collective begins, or a copy between the device and the host."""
 
     phase: Phase
     module: str
-    axis: Axis
-    kind: Kind
-    purpose: Purpose
+    axis: Track
+    kind: Sent
+    purpose: For
     ranks: int
     payload_bytes: float
     # It begins when what started last on that axis is done, without the rank's waiting for it (`streams.py`).
@@ -55,13 +59,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What follows needs the result of a collective: the first that started with these fields and was not waited for."""
+    """What follows needs the result of a collective or a copy: the first that started with these fields and was not waited for."""
 
     phase: Phase
     module: str
-    axis: Axis
-    kind: Kind
-    purpose: Purpose
+    axis: Track
+    kind: Sent
+    purpose: For
 
 
 Event = Operation | Start | Wait

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -241,6 +241,19 @@ class Recorder(TorchDispatchMode, Observer):
             start = self._flights.pop(id(flight))[1]
             phase, _ = self._where()
             self.events.append(Wait(phase, start.module, start.axis, start.kind, start.purpose))
+
+    # -- copies of block inputs (`copies.py`) -------------------------------------------------------------------------
+
+    def copied(self, kind: Literal["to_host", "to_device"], module: str, size: int) -> Callable[[], None]:
+        """A copy begins; what is returned waits for it."""
+        phase, _ = self._where()
+        self.events.append(Start(phase, module, "host", kind, "offloading", 1, size))
+
+        def wait() -> None:
+            phase, _ = self._where()
+            self.events.append(Wait(phase, module, "host", kind, "offloading"))
+
+        return wait
 
     def _label_new(self, tensors: tuple[Tensor, ...], category: Category) -> None:
         for tensor in tensors:

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold import untrusted_input as outside
 from fourfold.dry_run.blocks import Growth, NotPeriodic, Repeated, expand, find_repeated, shallow_copy
+from fourfold.dry_run.copies import RecordedCopies
 from fourfold.dry_run.events import Operation, Peak, Start, Trace
 from fourfold.dry_run.loss_chunks import repeated_chunks
 from fourfold.dry_run.micro_batches import TRACED, with_repeated
@@ -82,7 +83,7 @@ class DryRun:
 
     @property
     def collectives(self) -> list[Start]:
-        return [event for event in self.trace.events if isinstance(event, Start)]
+        return [event for event in self.trace.events if isinstance(event, Start) and event.axis != "host"]
 
 
 def dryrun(
@@ -135,13 +136,18 @@ def dryrun(
         def run(
             model: nn.Module, checkpointing: Sequence[ActivationCheckpointing] | None = None
         ) -> tuple[Trace, Report]:
-            report, _ = arrange(model, grid, options, seed=0, checkpointing=checkpointing, is_dry=True)
+            copies = RecordedCopies() if target == "cuda" else None
+            report, _ = arrange(
+                model, grid, options, seed=0, checkpointing=checkpointing, is_dry=True, copies=copies
+            )
             report = report.with_note(note) if note else report
             if report.compiled:
                 report = report.with_note(
                     "operators and memory of the dry run are those of blocks that are not compiled"
                 )
-            step = _Step(model, grid, report, optimizer, micro_batches, left_out, trace_all, is_masked)
+            step = _Step(
+                model, grid, report, copies, optimizer, micro_batches, left_out, trace_all, is_masked
+            )
             try:
                 return step.trace(own, length), report
             except DataDependentOutputException as error:
@@ -237,6 +243,7 @@ class _Step:
     model: nn.Module
     grid: Grid
     report: Report
+    copies: RecordedCopies | None
     optimizer_name: str
     micro_batches: int
     left_out: int  # micro-batches that are not run
@@ -250,6 +257,8 @@ class _Step:
         model, grid = self.model, self.grid
         restore_buffers(model, grid.device)
         self.recorder = _recorder(model, grid, self.report)
+        if self.copies is not None:
+            self.copies.recorder = self.recorder
         # transformers reads off the positions whether documents are packed, which fake tensors do not have.
         found = replaced(
             masking_utils,

@@ -26,7 +26,9 @@ def show(title: str, trace: Trace) -> str:
             memory,
         ),
         table(
-            "collectives of a step", ("axis", "kind", "for", "ranks", "calls", "bytes"), _collectives(trace)
+            "collectives and copies of a step",
+            ("axis", "kind", "for", "ranks", "calls", "bytes"),
+            _collectives(trace),
         ),
         table(
             "work of a step",

@@ -52,8 +52,9 @@ def compiled(
     checkpointing: ActivationCheckpointing,
     tokens: Tokens | None,
     inside: AbstractContextManager[None],
+    keeping: Callable[[tuple[Any, ...]], AbstractContextManager[None]],
 ) -> Callable[..., Any]:
-    """The forward of a block as one graph, after a first one by ``eager``; entered ``inside``."""
+    """The forward of a block as one graph, after a first one by ``eager``; entered ``inside``, and ``keeping`` its arguments."""
     inner = block.forward
     recomputed = {"full": _recomputed, "selective": _partly_recomputed, "none": _run}[checkpointing]
     traced = torch.compile(
@@ -90,7 +91,7 @@ def compiled(
             args = (tokens.own(args[0], name), *args[1:])
         backend = backend_of(block)
         assert backend is not None
-        with torch._dynamo.config.patch(_SETTINGS), inside:
+        with torch._dynamo.config.patch(_SETTINGS), inside, keeping(args):
             return backend.call_graph(block, lambda: traced(inner, *args, **kwargs))
 
     return forward

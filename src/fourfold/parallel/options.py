@@ -34,6 +34,8 @@ class Options:
     overlap: Overlap = field(default_factory=Overlap)
     chunked_loss: bool = True
     compile: bool | None = False  # None: on GPUs, where the model allows it
+    # The inputs of recomputed blocks wait for backward in the memory of the host.
+    activation_offloading: bool = False
 
     @property
     def checkpointing_words(self) -> str:

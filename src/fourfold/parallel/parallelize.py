@@ -15,6 +15,7 @@ from fourfold.hf.init_replay import InitReplay
 from fourfold.hf.roles import assign
 from fourfold.hf.safetensors_reader import CheckpointFiles
 from fourfold.mesh.grid import Grid
+from fourfold.mesh.offloading import Copies, Offloading, copies_of
 from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_split
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
@@ -48,6 +49,7 @@ def parallelize(
     overlap: Overlap | None = None,
     chunked_loss: bool = True,
     compile: bool | None = False,
+    activation_offloading: bool = False,
     checkpoint: str | Path | None = None,
     seed: int = 0,
 ) -> Report:
@@ -71,6 +73,7 @@ def parallelize(
         overlap: which communication overlaps with computation.
         chunked_loss: compute the loss of ``labels`` by chunks of tokens, with only a chunk of the logits in memory.
         compile: compile each block by Inductor, as one graph; half-batches do not alternate then. None: on GPUs, if tensor ranks draw no dropout.
+        activation_offloading: keep the inputs of recomputed blocks in pinned host memory from forward to backward; for GPUs.
         checkpoint: a folder of safetensors.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 
@@ -97,6 +100,7 @@ def parallelize(
         overlap or Overlap(),
         chunked_loss,
         compile,
+        activation_offloading,
     )
     report, replays = arrange(model, grid, options, seed=seed if on_meta and checkpoint is None else None)
 
@@ -124,11 +128,13 @@ def arrange(
     seed: int | None = None,
     checkpointing: Sequence[ActivationCheckpointing] | None = None,
     is_dry: bool = False,
+    copies: Copies | None = None,
 ) -> tuple[Report, dict[str, InitReplay]]:
     """Everything but the values: a model on meta has none yet, and in a dry run never.
 
     With a ``seed`` also return how each parameter is initialised, by the model's own rules. ``checkpointing`` is that of each
-    block, if it is not as the options say. A dry run follows blocks operator by operator, also those that a run compiles.
+    block, if it is not as the options say. A dry run follows blocks operator by operator, also those that a run compiles, and has
+    ``copies`` to the host of its own.
     """
     check_model(model)
     weights, why_weights = choose_weights(options.weights, grid)
@@ -166,6 +172,9 @@ def arrange(
     if checkpointing is None:
         lists = by_blocks(options.activation_checkpointing, options.checkpointed_blocks, len(blocks))
         checkpointing = [kind for kind, count in lists for _ in range(count)]
+    offloading = None
+    if options.activation_offloading and (copies := copies or copies_of(grid)) is not None:
+        offloading = Offloading(copies)
     for block, kind in zip(blocks, checkpointing, strict=True):
         wrap_block(
             block,
@@ -175,6 +184,7 @@ def arrange(
             checkpointing=kind,
             tokens=tokens,
             is_compiled=is_compiled and not is_dry,
+            offloading=None if kind == "none" else offloading,
         )
     wrap_model(model, inside, replaced.groups, dropout, guard, tokens, head_loss)
 
@@ -213,6 +223,7 @@ def arrange(
         is_compiled,
         why_compiled,
         why_unsplit,
+        sum(kind != "none" for kind in checkpointing),
     )
     report = compose_report(
         model_name, grid, roles, replaced, options, decisions, caches, dropout is not None

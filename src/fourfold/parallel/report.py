@@ -29,6 +29,7 @@ class Decisions:
     why_compiled: str
     # Why a batch is not split; None if its halves alternate.
     why_unsplit: str | None
+    recomputed_blocks: int
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def compose_report(
         f"{options.precision}"
     )
     notes.append(f"activation checkpointing: {options.checkpointing_words}")
+    if options.activation_offloading:
+        notes.append(_offloading(decisions.recomputed_blocks, grid.target))
     notes.append(f"activations: {decisions.activations} ({decisions.why_activations})")
     notes.append(
         f"blocks: {'compiled' if decisions.is_compiled else 'not compiled'} ({decisions.why_compiled})"
@@ -130,3 +133,14 @@ def compose_report(
         decisions.activations,
         decisions.is_compiled,
     )
+
+
+def _offloading(recomputed_blocks: int, target: str) -> str:
+    if target != "cuda":
+        return f"activation_offloading=True has no effect on {target}; leave it out"
+    if not recomputed_blocks:
+        return (
+            "activation_offloading=True has no effect where no block is recomputed; use activation_checkpointing='selective' or "
+            "'full'"
+        )
+    return f"activation offloading: the inputs of {recomputed_blocks} blocks are in pinned host memory from forward to backward"

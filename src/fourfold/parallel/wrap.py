@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.kept import BlockResults
+from fourfold.mesh.offloading import Offloading
 from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.compiled import compiled
 from fourfold.parallel.dropout import Dropout
@@ -20,6 +21,8 @@ from fourfold.parallel.linear import FusedLinearGroup, Linear4D
 from fourfold.parallel.loss.cross_entropy import LossGuard
 from fourfold.parallel.loss.head import HeadLoss
 from fourfold.parallel.sequence import Tokens
+
+Keeping = Callable[[tuple[Any, ...]], AbstractContextManager[None]]
 
 
 class Inside:
@@ -79,8 +82,12 @@ def wrap_block(
     checkpointing: ActivationCheckpointing,
     tokens: Tokens | None = None,
     is_compiled: bool = False,
+    offloading: Offloading | None = None,
 ) -> None:
-    """Wrap a block's forward: local tokens in, recomputed in backward if asked for, dropout in the right state."""
+    """Wrap a block's forward: local tokens in, recomputed in backward if asked for, dropout in the right state.
+
+    ``offloading``: of the input of a block that is recomputed.
+    """
     inner = block.forward
     if checkpointing == "selective":
         # Its recomputed forward does not gather the inputs of linears: backward does, while it computes.
@@ -103,12 +110,16 @@ def wrap_block(
                 # A recomputed forward is stopped early by an exception, and must not leave its state to the next step.
                 dropout.leave()
 
+    def keeping(args: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Around the forward of the block with these arguments."""
+        return nullcontext() if offloading is None else offloading.keeping(args, name)
+
     # Inside FSDP2's hooks, so that the block's weights are gathered in backward before it is recomputed.
     if tokens is not None:
-        run = _with_own_tokens(name, tokens, forward, checkpointing)
+        run = _with_own_tokens(name, tokens, forward, checkpointing, keeping)
     else:
-        run = _recomputed(name, forward, checkpointing)
-    block.forward = compiled(block, name, run, checkpointing, tokens, inside) if is_compiled else run
+        run = _recomputed(name, forward, checkpointing, keeping)
+    block.forward = compiled(block, name, run, checkpointing, tokens, inside, keeping) if is_compiled else run
     if dropout is not None:
         # The checkpoint restores the shared state, so a block has to start with it.
         block.register_forward_pre_hook(lambda *_: dropout.leave())
@@ -116,7 +127,11 @@ def wrap_block(
 
 
 def _with_own_tokens(
-    name: str, tokens: Tokens, forward: Callable[..., Any], checkpointing: ActivationCheckpointing
+    name: str,
+    tokens: Tokens,
+    forward: Callable[..., Any],
+    checkpointing: ActivationCheckpointing,
+    keeping: Keeping,
 ) -> Callable[..., Any]:
     """The first block selects the local tokens of the batch; the others get them from the previous block."""
 
@@ -124,7 +139,7 @@ def _with_own_tokens(
         with tokens.using(shape):  # another batch may have run before this one is recomputed
             return forward(own, *args, **kwargs)
 
-    run = _recomputed(name, with_shape, checkpointing)
+    run = _recomputed(name, with_shape, checkpointing, keeping)
 
     def enter(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return run(tokens.shape, tokens.own(hidden_states, name), *args, **kwargs)
@@ -133,7 +148,7 @@ def _with_own_tokens(
 
 
 def _recomputed(
-    name: str, forward: Callable[..., Any], checkpointing: ActivationCheckpointing
+    name: str, forward: Callable[..., Any], checkpointing: ActivationCheckpointing, keeping: Keeping
 ) -> Callable[..., Any]:
     """``forward`` that backward runs again, all of it or what takes little time."""
     if checkpointing == "none":
@@ -141,13 +156,14 @@ def _recomputed(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         results = BlockResults(name, is_selective=checkpointing == "selective")
-        output = checkpoint(
-            forward,
-            *args,
-            use_reentrant=False,
-            context_fn=lambda: (results.forward(), results.again()),
-            **kwargs,
-        )
+        with keeping(args):
+            output = checkpoint(
+                forward,
+                *args,
+                use_reentrant=False,
+                context_fn=lambda: (results.forward(), results.again()),
+                **kwargs,
+            )
         results.omit_last(output)
         return output
 

@@ -115,6 +115,7 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         weights=layout.weights,
         accumulation=layout.accumulation,
         overlap=Overlap(keep_bytes=layout.keep_bytes, keep_inputs=layout.keep_inputs),
+        activation_offloading=layout.activation_offloading,
         target=job.target,
         optimizer=job.optimizer,
     )
@@ -202,6 +203,7 @@ def as_estimate(dry_run: DryRunEstimate, job: Job, workload: Workload | None, cl
 
     layout, peak, events = dry_run.layout, dry_run.trace.peak, dry_run.trace.events
     step, compute_s = simulate_step(dry_run, cluster)
+    compute_s["host copies"] = step.exposed_s.get("host", 0.0)
     tokens = float(job.sequences) * job.length
     event = events[min(peak.event, len(events) - 1)]
     # The fields of a `Memory` are the categories, in order.

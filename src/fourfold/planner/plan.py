@@ -47,6 +47,7 @@ def plan(
     keep_inputs: tuple[bool, ...] = (True, False),
     keep_bytes: int | None = None,
     accumulation: tuple[Accumulation, ...] = ACCUMULATION,
+    activation_offloading: bool = False,
     reserve: float = RESERVE,
     roles: Mapping[str, str] | None = None,
     dry_runs: int = 100,
@@ -60,7 +61,8 @@ def plan(
     by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given;
     ``optimizer`` is that of the run. With ``compile``, which is what GPUs do, element-wise work is that of compiled blocks; a dry run does not
     follow those, so that they have formulas alone, and None does not compile what is to be simulated. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
-    latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which.
+    latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which. With
+    ``activation_offloading`` the inputs of blocks that are recomputed are on the host, where a layout recomputes any.
 
     Any other module that takes ``input_ids``, ``labels`` and ``**kwargs`` of its loss and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them and the
@@ -80,6 +82,7 @@ def plan(
     if compile and is_simulated:
         how = "simulate=0" if workload is not None else "a model of Hugging Face, which has formulas"
         refuse_compiled(f"use {how}, or compile=False")
+    offloads = activation_offloading and machines.target == "cuda"
     work = precision or machines.precision
     job = Job(source, sequences, length, machines.target, work, roles, optimizer)
     if workload is None:
@@ -96,6 +99,7 @@ def plan(
                 keep_inputs=keep_inputs[0],
                 checkpointed_blocks=checkpointed_blocks,
                 accumulation=accumulation[0],
+                activation_offloading=offloads,
             ),
         )
         notes = [f"{type(source).__name__} has no formulas: each of its layouts was dry-run and simulated."]
@@ -123,6 +127,7 @@ def plan(
             keep_inputs=keep_inputs,
             keep_bytes=keep_bytes,
             accumulation=accumulation,
+            activation_offloading=offloads,
             reserve=reserve,
         )
         layouts = [e.layout for e in _worth_simulating(found, simulate)]
@@ -142,6 +147,10 @@ def plan(
             failed.append(over)
         else:
             simulated.append(replace(found_out, formula_s=formulas_s.get(layout)))
+    if activation_offloading and not offloads:
+        found = replace(
+            found, notes=(*found.notes, "activation_offloading has no effect on CPUs; leave it out.")
+        )
     simulated.sort(key=lambda e: e.step_s)
     rest = [e for e in found.ranked if e.layout not in layouts]
     notes = list(found.notes)

@@ -113,6 +113,7 @@ def search(
     keep_inputs: tuple[bool, ...] = (True, False),
     keep_bytes: int | None = None,
     accumulation: tuple[Accumulation, ...] = ACCUMULATION,
+    activation_offloading: bool = False,
     reserve: float = RESERVE,
 ) -> Plan:
     """All layouts, the fastest first.
@@ -165,6 +166,7 @@ def search(
                     keeps_inputs,
                     checkpointed_blocks,
                     adds_up,
+                    activation_offloading,
                 )
                 layout, peak = least_recomputed(
                     layout, checkpointing, workload.layers, partial(prices.memory, tokens=tokens), limit_bytes

@@ -16,10 +16,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from fourfold.dry_run.events import Event, Operation, Start
-from fourfold.mesh.axes import Axis
+from fourfold.dry_run.events import Event, Operation, Start, Track
 from fourfold.planner.cost.collective import collective_s
-from fourfold.planner.cost.compute import operation_s
+from fourfold.planner.cost.compute import host_copy_s, operation_s
 from fourfold.planner.inputs.cluster import Cluster
 
 
@@ -39,8 +38,8 @@ class Simulated:
 
     step_s: float
     compute_s: float
-    link_s: Mapping[Axis, float]
-    exposed_s: Mapping[Axis, float]
+    link_s: Mapping[Track, float]
+    exposed_s: Mapping[Track, float]
     spans: tuple[Span, ...]
 
 
@@ -59,13 +58,19 @@ def predict(
     inner = inner_ranks(shape)
 
     def collective(start: Start) -> float:
+        if start.kind == "to_host" or start.kind == "to_device":
+            return host_copy_s(start.payload_bytes, cluster.device)
         return collective_s(start.kind, start.payload_bytes, start.ranks, inner[start.axis], cluster)
 
     def link(start: Start) -> str:
+        if start.axis == "host":
+            return "to the host"
         leaves = start.ranks * inner[start.axis] > cluster.links.devices_per_node
         return "between nodes" if leaves else "inside a node"
 
     def slow_down(start: Start) -> tuple[float, float]:
+        if start.axis == "host":  # by a copy engine, which takes no multiprocessor
+            return 1.0, 1.0
         slow = cluster.measured.slowdown(start.ranks, inner[start.axis]) or cluster.slowdown
         return slow.compute, slow.communication
 
@@ -80,7 +85,7 @@ def predict(
     )
 
 
-def inner_ranks(shape: tuple[int, int, int, int]) -> dict[Axis, int]:
+def inner_ranks(shape: tuple[int, int, int, int]) -> dict[Track, int]:
     """How many ranks lie between neighbours along each axis.
 
     Example:
@@ -110,8 +115,8 @@ def simulate(
     track = _Tracks(in_flight)
     under_way: dict[tuple[str, ...], deque[_Flight]] = defaultdict(deque)
     compute_s = 0.0
-    link_s: dict[Axis, float] = defaultdict(float)
-    exposed_s: dict[Axis, float] = defaultdict(float)
+    link_s: dict[Track, float] = defaultdict(float)
+    exposed_s: dict[Track, float] = defaultdict(float)
     spans: list[Span] = []
     for event in events:
         begin_s = track.now_s
@@ -171,10 +176,10 @@ class _Tracks:
 
     in_flight: int = 1
     now_s: float = 0.0
-    queues: dict[Axis, deque[_Flight]] = field(default_factory=lambda: defaultdict(deque))
+    queues: dict[Track, deque[_Flight]] = field(default_factory=lambda: defaultdict(deque))
     landed: list[_Flight] = field(default_factory=list)
 
-    def start(self, flight: _Flight, follows: Axis | None = None) -> None:
+    def start(self, flight: _Flight, follows: Track | None = None) -> None:
         queue = self.queues[flight.start.axis]
         if follows is not None and self.queues[follows]:
             flight.after = self.queues[follows][-1]

@@ -100,6 +100,7 @@ def save_run(
     precision: str = "bf16",
     compile: bool = False,
     optimizer: str = "adamw",
+    activation_offloading: bool = False,
 ) -> None:
     """Write the median times of some steps, and the layout, for ``fourfold plan --compare-to``. Call it on one rank.
 
@@ -128,6 +129,7 @@ def save_run(
             activation_checkpointing=activation_checkpointing,
             checkpointed_blocks=checkpointed_blocks,
             accumulation=accumulation,
+            activation_offloading=activation_offloading and grid.target == "cuda",
         ),
         "sequences": sequences,
         "length": length,

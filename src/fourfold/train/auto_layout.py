@@ -39,6 +39,7 @@ _INPUTS = attrgetter(
     "data.sequence_length",
     "engine.precision",
     "engine.compile",
+    "engine.activation_offloading",
     "optimizer.name",
 )
 _CHECKPOINTING = attrgetter("activation_checkpointing", "checkpointed_blocks")
@@ -151,6 +152,7 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
         "weights": engine.weights if engine.weights != "auto" else None,
         "precision": engine.precision,
         "compile": engine.compile,
+        "activation_offloading": engine.activation_offloading,
         "optimizer": run.optimizer.name,
         "checkpointing": KINDS if checkpointing == "auto" else (checkpointing,),
         "checkpointed_blocks": engine.checkpointed_blocks,

@@ -87,6 +87,7 @@ def fields_that_fit(
         activations="sequence-parallel" if is_cut else "replicated",
         keep_inputs=engine.keep_inputs,
         checkpointed_blocks=engine.checkpointed_blocks,
+        activation_offloading=engine.activation_offloading and target == "cuda",
     )
     work_bytes = 2 if engine.precision == "bf16" else 4
 

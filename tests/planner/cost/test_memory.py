@@ -1,6 +1,7 @@
 """The closed form of a rank's memory against the dry run, which counts every tensor."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +101,15 @@ ACCUMULATED = [
     ("qwen2, biased and tied", Layout(2, 2, 1, 2, 3, "selective", weights="fsdp2", **SHARDS, **TOKENS)),
     ("wide vocabulary", Layout(1, 4, 1, 1, 3, "full", weights="fsdp2", **SHARDS)),
 ]
+# Inputs of recomputed blocks that are on the host; with these sequences they are a part of the peak.
+OFFLOADED = [
+    ("llama", Layout(1, 4, 1, 1, 1, "full", weights="fsdp2"), 16),
+    ("llama", Layout(1, 4, 1, 1, 1, "full", weights="fsdp2", checkpointed_blocks=2), 16),
+    ("llama", Layout(1, 4, 1, 1, 1, "selective", weights="fsdp2", checkpointed_blocks=3), 16),
+    ("llama", Layout(1, 2, 2, 2, 3, "selective", weights="fsdp2", **SHARDS, **TOKENS), 16),
+    ("llama", Layout(1, 1, 1, 4, 1, "full", weights="streamed"), 16),
+    ("qwen2, biased and tied", Layout(1, 2, 2, 2, 1, "full", weights="fsdp2", **AGAIN), 16),
+]
 
 
 @functools.cache
@@ -116,6 +126,7 @@ def dry_run(model: str, layout: Layout, optimizer: Any = "adamw", sequences: int
         weights=layout.weights,
         accumulation=layout.accumulation,
         overlap=Overlap(keep_inputs=layout.keep_inputs),
+        activation_offloading=layout.activation_offloading,
         optimizer=optimizer,
     )
 
@@ -146,6 +157,24 @@ def test_the_closed_form_is_the_dry_run(model, layout):
 def test_the_closed_form_is_the_dry_run_within_three_percent(model, layout):
     closed = memory(from_config(MODELS[model].to_dict()), layout, SEQUENCES * LENGTH, length=LENGTH)
     assert closed.total_bytes == pytest.approx(dry_run(model, layout).peak.bytes, rel=0.03), closed
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "sequences"),
+    [OFFLOADED[0], *(pytest.param(*point, marks=pytest.mark.nightly) for point in OFFLOADED[1:])],
+    ids=str,
+)
+def test_the_closed_form_knows_what_offloading_saves(model, layout, sequences):
+    workload = from_config(MODELS[model].to_dict())
+    kept, offloaded = (
+        (memory(workload, one, sequences * LENGTH, length=LENGTH), dry_run(model, one, sequences=sequences))
+        for one in (layout, replace(layout, activation_offloading=True))
+    )
+    closed, done = offloaded
+    assert closed.total_bytes == pytest.approx(done.peak.bytes, rel=0.03), closed
+    assert done.peak.bytes < kept[1].peak.bytes
+    saved = kept[0].total_bytes - closed.total_bytes
+    assert saved == pytest.approx(kept[1].peak.bytes - done.peak.bytes, abs=0.01 * done.peak.bytes)
 
 
 def of_family(family: str) -> PreTrainedConfig:

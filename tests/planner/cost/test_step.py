@@ -9,7 +9,7 @@ from benchmarks import traffic
 from fourfold import Overlap
 from fourfold.dry_run.run import dryrun
 from fourfold.planner.cost.memory import memory
-from fourfold.planner.cost.step import Prices
+from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.inputs.cluster import preset
 from fourfold.planner.inputs.layout import FOURFOLD, Layout
 from fourfold.planner.inputs.workload import Workload, from_config
@@ -231,3 +231,21 @@ def test_matrix_by_matrix_has_more_latency_and_the_same_bytes():
         for weights in ("fsdp2", "streamed")
     ]
     assert bytes_alone[0] == pytest.approx(bytes_alone[1])
+
+
+def test_copies_to_the_host_show_where_they_take_longer_than_a_block():
+    def with_link(gbps: float) -> Estimate:
+        cluster = dataclasses.replace(H100, device=dataclasses.replace(H100.device, host_gbps=gbps))
+        layout = Layout(1, 8, 1, 1, 1, "full", activation_offloading=True)
+        return estimate(LLAMA, layout, cluster, 32, 8192)
+
+    kept = estimate(LLAMA, Layout(1, 8, 1, 1, 1, "full"), H100, 32, 8192)
+    fast, slow, slower = map(with_link, (64.0, 1.0, 0.5))
+    assert kept.compute_s["host copies"] == fast.compute_s["host copies"] == 0.0
+    assert fast.step_s == kept.step_s
+    assert fast.memory.total_bytes < kept.memory.total_bytes
+    # Once they show everywhere, twice the time of a copy shows as much more: 31 inputs, there and back.
+    copy_s = 4 * 8192 * LLAMA.hidden * 2 / (1e9 * H100.device.host_share)
+    more_s = slower.compute_s["host copies"] - slow.compute_s["host copies"]
+    assert more_s == pytest.approx(2 * 31 * copy_s)
+    assert slower.step_s == pytest.approx(kept.step_s + slower.compute_s["host copies"])

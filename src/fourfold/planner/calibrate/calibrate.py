@@ -180,7 +180,10 @@ def _fit(
         Slowdown(*sorted(ways)[len(ways) // 2]),
         measured,
         source=f"fourfold calibrate on {os.environ['WORLD_SIZE']} ranks, {local} a node, {device.type}",
-        assumed=tuple(p.name for p in of_links if not p.is_measured),
+        assumed=(
+            *(p.name for p in of_links if not p.is_measured),
+            *(("host_gbps, of PCIe 4.0",) if device.type == "cuda" else ()),
+        ),
     )
     return cluster, parameters
 

@@ -74,6 +74,11 @@ def memory_s(moved_bytes: float, device: Device) -> float:
     return moved_bytes / (device.memory_tbps * 1e12 * device.memory_share)
 
 
+def host_copy_s(copied_bytes: float, device: Device) -> float:
+    """A copy from the device to pinned memory of the host, or back."""
+    return copied_bytes / (device.host_gbps * 1e9 * device.host_share)
+
+
 def attention_core_s(
     tokens: float,
     length: int,

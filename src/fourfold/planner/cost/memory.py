@@ -200,7 +200,8 @@ def _in_work(
     saved = tokens * saved_bytes_per_token(w, layout, work_bytes, length)
     block_input = work_bytes * hidden
     kept = tokens * kept_bytes_per_token(w, layout, work_bytes)
-    each = {"none": saved, "selective": block_input + kept, "full": block_input}[kind]
+    waiting = 0.0 if layout.activation_offloading else block_input
+    each = {"none": saved, "selective": waiting + kept, "full": waiting}[kind]
     live = {"none": 0.0, "selective": saved - kept, "full": saved}[kind]
     # The gradients of a block's output, of the down projection's input and of what the activation function took; or,
     # after the MLP, whose activations are freed by then, those of a norm.
@@ -234,7 +235,9 @@ def _moments(
     cut = layout.y * layout.x > 1
     accumulates = layout.micro_batches > 1
     kinds = layout.checkpointing_of(w.layers)
-    is_recomputed = any(kind != "none" for kind, _ in kinds)
+    recomputed = sum(blocks for kind, blocks in kinds if kind != "none")
+    is_recomputed = recomputed > 0
+    offloaded = recomputed if layout.activation_offloading else 0
     is_streamed = layout.weights == "streamed"
     sends = layout.z * layout.data > 1
     by_muon = w.layers * shard.matrices / layout.z if optimizer == "muon" else 0.0
@@ -293,6 +296,8 @@ def _moments(
         # With replicas FSDP2 has ``.grad`` in addition, and streamed weights the shards of the micro-batch.
         added_up = GRADIENT_BYTES * stored * (2 if layout.data > 1 and not is_streamed else 1)
     saved = sum(works[kind].each * blocks for kind, blocks in kinds) + last_norm
+    if offloaded:  # the last input, which backward needs first
+        saved += block_input
     if layout.ranks == 1:
         logits = (work_bytes + STOCK_LOSS_BYTES) * tokens * columns
         yield at("the loss", added_up, saved, at_loss, buffers, logits)
@@ -330,6 +335,9 @@ def _moments(
             if left > 0:
                 work, count = works[kind], min(left, blocks)
                 held, left = held + count * work.each, left - count
+        block = w.layers - done - 1
+        if offloaded:  # that of the block in work, and that of the block before it, which is on its way
+            held += block_input * (1 + (0 < block < offloaded))
         gradients = root_gradient + head_stored + GRADIENT_BYTES * done * shard.block / layout.z
         if layout.accumulates_shards:
             gradients = added_up + (gradients if is_streamed else root_gradient)

@@ -21,7 +21,7 @@ from fourfold.mesh.axes import AXES
 from fourfold.optim.kinds import Optimizer
 from fourfold.planner.cost.block import Given, Pass, block_passes, ends_pass, together_s
 from fourfold.planner.cost.collective import Kind, collective_s
-from fourfold.planner.cost.compute import Kernels, memory_s
+from fourfold.planner.cost.compute import Kernels, host_copy_s, memory_s
 from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
 from fourfold.planner.cost.memory import Memory, ShardSizes, memory, shard_of
 from fourfold.planner.cost.optimizer import OptimizerTime, muon_time
@@ -36,7 +36,7 @@ class Estimate:
 
     layout: Layout
     step_s: float
-    compute_s: dict[str, float]  # by part
+    compute_s: dict[str, float]  # by part; of copies to the host what shows
     link_s: dict[str, float]  # by axis: what collectives take
     exposed_s: dict[str, float]  # by axis: what of it shows
     memory: Memory
@@ -175,6 +175,7 @@ def estimate_with(
         + _copies_s(prices, layout, shard),
         "recomputation": m * sum(b.blocks * b.again.compute_s for b in blocks if b.again),
         "optimizer": optimizer.compute_s,
+        "host copies": m * _host_copies_s(prices, layout, tokens, blocks),
     }
     passes = [(b.blocks, one) for b in blocks for one in (b.forward, b.backward, b.again) if one] + [
         (1, ends)
@@ -213,6 +214,22 @@ def _copies_s(prices: Prices, layout: Layout, shard: ShardSizes) -> float:
     blocks = prices.workload.layers * shard.block
     moved = gathered * (2 * blocks + shard.outside) + gradient * (blocks + shard.outside)
     return memory_s(layout.micro_batches * moved, prices.cluster.device)
+
+
+def _host_copies_s(prices: Prices, layout: Layout, tokens: float, blocks: Sequence[BlockTimes]) -> float:
+    """What shows of the copies of block inputs: each way one overlaps with a pass of a block, and the last one is not waited for."""
+    recomputed = [b for b in blocks if b.again]
+    count = sum(b.blocks for b in recomputed)
+    if not layout.activation_offloading or not count:
+        return 0.0
+    features = prices.workload.hidden / layout.y / (layout.x if layout.by_tokens else 1)
+    copy_s = host_copy_s(prices.schedule.weight_bytes * tokens * features, prices.cluster.device)
+
+    def shows(*passes: Pass | None) -> float:
+        return max(0.0, copy_s - sum(p.compute_s + sum(p.exposed_s.values()) for p in passes if p))
+
+    shown_s = sum(b.blocks * (shows(b.forward) + shows(b.backward, b.again)) for b in recomputed)
+    return shown_s * (count - 1) / count
 
 
 # -- weights on z, gradients on z and data ----------------------------------------------------------------------------

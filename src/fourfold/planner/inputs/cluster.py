@@ -30,6 +30,9 @@ class Device:
     spec_tflops: float | None = None  # dense bf16 of the data sheet; a device without one has no MFU
     launch_us: float = 7.0  # no kernel is shorter (meta-pytorch/autoparallel uses the same floor)
     memory_share: float = 0.85  # of memory_tbps that a large element-wise kernel reaches (Calculon: .90-.95)
+    host_gbps: float = 32.0  # to the memory of its host, one direction: PCIe 4.0 with 16 lanes
+    # Of host_gbps that a copy of pinned memory reaches; 24.8 GB/s by nvbandwidth on a node of 8 A100, one way at a time.
+    host_share: float = 0.78
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,8 @@ class Layout:
     checkpointed_blocks: int | None = None
     # Gradients of several micro-batches: whole on each z rank and reduced once, or reduced over z in each of them.
     accumulation: Accumulation = "whole"
+    # The inputs of recomputed blocks are in the memory of the host from forward to backward; for GPUs.
+    activation_offloading: bool = False
 
     @property
     def ranks(self) -> int:
@@ -84,6 +86,7 @@ class Layout:
             "sequence-parallel": self.by_tokens,
             "re-gathered": self.by_tokens and not self.keep_inputs,
             self.checkpointing_words: self.checkpointing_words != "",
+            "inputs offloaded": self.activation_offloading and self.checkpointing_words != "",
             f"{self.keep_bytes / 2**30:.1f} GiB kept": self.keep_bytes > 0,
         }
         return ", ".join(words for words, is_set in settings.items() if is_set)

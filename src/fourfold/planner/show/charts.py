@@ -21,6 +21,7 @@ COLOURS = {
     "element-wise": "#9ecae9",
     "recomputation": "#b6c3d1",
     "optimizer": "#79706e",
+    "host copies": "#d4a6c8",
     "exposed x": "#f58518",
     "exposed y": "#e45756",
     "exposed z": "#b279a2",

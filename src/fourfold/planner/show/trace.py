@@ -21,14 +21,14 @@ def chrome_trace(step: Simulated, title: str) -> dict[str, Any]:
     """
     used = [
         track
-        for track in ("compute", "wait", *reversed(AXES))
+        for track in ("compute", "wait", *reversed(AXES), "host")
         if any(span.track == track for span in step.spans)
     ]
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"{title}: predicted"}}
     ]
     for number, track in enumerate(used):
-        name = track if track in ("compute", "wait") else f"{track} axis"
+        name = f"{track} axis" if track in AXES else track
         events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}})
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": number, "args": {"sort_index": number}})  # fmt: skip
     for span in step.spans:

@@ -54,6 +54,7 @@ def build_model(
         accumulation=engine.accumulation,  # type: ignore[arg-type]
         weights=engine.weights,
         compile=engine.compile,
+        activation_offloading=engine.activation_offloading,
         overlap=Overlap(keep_bytes=engine.keep_weights_bytes, keep_inputs=engine.keep_inputs),
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
         seed=seed,

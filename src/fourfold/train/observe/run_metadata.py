@@ -36,6 +36,7 @@ def run_metadata(trainer: Trainer) -> dict[str, Any]:
             activation_checkpointing=run.engine.activation_checkpointing,
             checkpointed_blocks=run.engine.checkpointed_blocks,
             accumulation=run.engine.accumulation,
+            activation_offloading=run.engine.activation_offloading and grid.target == "cuda",
         )
         | {"data": grid.data * trainer.replicas.planned},
         "data": [
