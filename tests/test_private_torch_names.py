@@ -120,6 +120,8 @@ NOT_TORCH = {
     "_replace": "a NamedTuple",
     "_current_frames": "sys",
     "_attn_implementation": "a configuration of transformers",
+    "_supports_flex_attn": "a model of transformers",
+    "_supports_sdpa": "a model of transformers",
     "_init_weights": "a model of transformers",
     "_reset_parameters": "a module's own",
 }

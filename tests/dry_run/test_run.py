@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, OPTConfig, Qwen2Config
+from transformers import GraniteSWAConfig, LlamaConfig, OPTConfig, Qwen2Config
 
 from benchmarks import dryrun as benchmark
 from fourfold.cli.main import main
@@ -371,3 +371,15 @@ def test_a_mask_of_packed_documents_is_counted():
     assert masked.peak.bytes >= by_bounds.peak.bytes + 512 * 512
     assert "mask of length x length" in masked.report.notes[-1]
     assert "by the bounds" in chosen.report.notes[-1]
+
+
+def test_sinks_are_followed_without_scores():
+    sizes = {"sequences": 1, "length": 512, "weights": "fsdp2"}
+    sinks = GraniteSWAConfig(
+        **config(num_hidden_layers=2, head_dim=16).to_dict() | {"model_type": "granite_swa"}
+    )
+    flex, masked = (
+        dryrun(sinks, (1, 1, 1, 1), **sizes, attention=attention) for attention in ("auto", "masked")
+    )
+    assert "FlexAttention" in flex.report.notes[-1]
+    assert masked.peak.bytes > flex.peak.bytes + 2 * 4 * 512 * 512  # scores of four heads

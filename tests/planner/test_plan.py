@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -225,3 +225,18 @@ def test_a_plan_for_cpus_says_that_offloading_has_no_effect():
     )
     assert found.notes == ("activation_offloading has no effect on CPUs; leave it out.",)
     assert found.best == plain.best
+
+
+@pytest.mark.nightly
+def test_a_family_with_a_soft_cap_is_planned_with_flex_attention():
+    config = Gemma2Config(**SIZES | {"head_dim": 16})
+    given = {"sequences": 4, "length": 256, "quiet": True, "checkpointing": ("none",)}
+    found, masked = (
+        ff.plan(config, CLUSTER, 2, **given, attention=a, simulate=1) for a in ("auto", "masked")
+    )
+    layout = found.best.layout
+    done = ff.dryrun(config, layout.grid, sequences=4, length=256, micro_batches=layout.micro_batches, weights=layout.weights,
+                     activations=layout.activations, overlap=ff.Overlap(keep_inputs=layout.keep_inputs), attention="flex")  # fmt: skip
+    assert found.best.memory.total_bytes == done.peak.bytes
+    same = next(e for e in masked.ranked if e.layout == layout)
+    assert same.memory.total_bytes > found.best.memory.total_bytes

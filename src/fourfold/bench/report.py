@@ -56,6 +56,7 @@ class Results:
             {"compute": max(0.0, found.step_s - sum(waits_s.values())), **waits_s},
             found.metadata["compiled"],
             config["optimizer"]["name"],
+            engine["attention"],
         )
 
     @property

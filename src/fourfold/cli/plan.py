@@ -18,7 +18,7 @@ from fourfold.config.schema import BY_MEMORY, CHOSEN_ALONG, EngineSection
 from fourfold.planner.cost.step import Prices
 from fourfold.planner.dry_run_estimate import Job, describe, refuse_compiled, schedule_of, simulate_step
 from fourfold.planner.inputs import cluster as clusters
-from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.layout import Attention, Layout
 from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.plan import plan as make_plan
 from fourfold.planner.search import Plan
@@ -142,6 +142,7 @@ def run(options: argparse.Namespace) -> int:
     sequences, length = asked.options["sequences"], asked.options["length"]
     precision = asked.options["precision"] or cluster.precision
     optimizer = asked.options.get("optimizer", "adamw")
+    workload = workload.attended(asked.options.get("attention", "auto"), cluster.target, precision)
     title = f"{asked.name} ({_billions(workload)}) on {asked.gpus} devices of {cluster.name}, {sequences} x {length} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
     print(tables.show_plan(plan, cluster, title, options.rows, width))
@@ -164,7 +165,8 @@ def run(options: argparse.Namespace) -> int:
         write_page(options.html, plan, cluster, title)
         print(f"wrote {options.html}")
     if options.trace:
-        job = Job(asked.model, sequences, length, cluster.target, precision, optimizer=optimizer)
+        attention: Attention = "flex" if workload.is_flex else "varlen"
+        job = Job(asked.model, sequences, length, cluster.target, precision, None, optimizer, attention)
         timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
         print(f"wrote {options.trace}: open it in ui.perfetto.dev")

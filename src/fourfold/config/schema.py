@@ -206,8 +206,8 @@ class EngineSection(Section):
     """Blocks, from the first, that activation_checkpointing is for; the others have the next weaker kind; all unless set."""
     activation_offloading: bool = False
     """Keep the inputs of recomputed blocks in pinned host memory from forward to backward; for GPUs, and without effect on CPUs."""
-    attention: Literal["auto", "varlen", "masked"] = "auto"
-    """Attention of packed documents: by their bounds (varlen), or with a mask of length x length (masked); auto: varlen where the model's attention allows it."""
+    attention: Literal["auto", "varlen", "flex", "masked"] = "auto"
+    """Attention of packed documents: by their bounds (varlen), by FlexAttention (flex, on GPUs), or with a mask of length x length (masked); auto: the first that the model's attention allows."""
     weights: Literal["auto", "fsdp2", "streamed"] = "auto"
     """The backend that gathers weights over z; auto: fsdp2 on GPUs, otherwise streamed."""
     keep_weights_bytes: Annotated[int, Field(ge=0)] = 0

@@ -7,6 +7,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold import untrusted_input as outside
+from fourfold.dry_run.attention import FLEX_STAND_IN
 from fourfold.dry_run.blocks import Growth, NotPeriodic, Repeated, expand, find_repeated, shallow_copy
 from fourfold.dry_run.copies import RecordedCopies
 from fourfold.dry_run.events import Operation, Peak, Start, Trace
@@ -34,7 +36,7 @@ from fourfold.dry_run.show import show
 from fourfold.errors import line_of_model
 from fourfold.hf.anatomy import find_blocks
 from fourfold.hf.init_recorder import restore_buffers
-from fourfold.hf.packed_attention import NAME, Attention, set_attention, use_packed_attention
+from fourfold.hf.packed_attention import FLEX, NAME, Attention, set_attention, use_packed_attention
 from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.axes import AXES
 from fourfold.mesh.grid import Grid
@@ -119,10 +121,11 @@ def dryrun(
     note = ""
     if attention != "varlen":
         note = use_packed_attention(module, attention, target, precision, is_compiled=bool(options.compile))
-    is_masked = bool(note) and module.config._attn_implementation != NAME  # type: ignore[union-attr]
+    used = module.config._attn_implementation if note else None  # type: ignore[union-attr]
+    is_masked = bool(note) and used not in (NAME, FLEX)
     if note and not is_masked:
         # Without documents, which a dry run does not know, it is stock attention.
-        set_attention(module, "sdpa")
+        set_attention(module, "sdpa" if used == NAME else FLEX_STAND_IN)
     with fake_grid(shape, rank=rank, target=target) as grid:
         rows = grid.local_rows(sequences)
         own = rows.stop - rows.start
@@ -364,5 +367,8 @@ def as_module(model: nn.Module | str | Path | Any) -> nn.Module:
         sizes = {key: value for key, value in model.items() if key != "model_type"}
         model = transformers.AutoConfig.for_model(model["model_type"], **sizes)
     with torch.device("meta"):
-        module: nn.Module = transformers.AutoModelForCausalLM.from_config(model, dtype=torch.float32)
+        # A copy, because the attention of the model is set in its configuration.
+        module: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            deepcopy(model), dtype=torch.float32
+        )
     return module

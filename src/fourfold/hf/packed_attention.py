@@ -1,12 +1,14 @@
 """Attention of packed rows by the bounds of their documents, without a mask of length x length.
 
 transformers makes a mask from the positions, so that flash attention is lost, and asks for a value on the host to find out
-whether rows are packed. It makes no mask for an attention function of its registry that has no mask function. This is such a
-function: on CUDA `torch.nn.attention.varlen`, elsewhere one `scaled_dot_product_attention` for each document.
+whether rows are packed. It makes no mask for an attention function of its registry that has no mask function. Here are two such
+functions: on CUDA `torch.nn.attention.varlen`, elsewhere one `scaled_dot_product_attention` for each document; and FlexAttention on CUDA, for what the
+former do not have (`flex_attention.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from itertools import pairwise
 from typing import Any, Literal, cast
 
@@ -17,9 +19,10 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fourfold.errors import UnsupportedError
+from fourfold.hf.flex_attention import LARGEST_HEAD, SMALLEST_HEAD, attend
 
-Attention = Literal["auto", "varlen", "masked"]
-NAME, _PROBE = "fourfold_packed", "fourfold_probe"
+Attention = Literal["auto", "varlen", "flex", "masked"]
+NAME, FLEX, _PROBE = "fourfold_packed", "fourfold_flex", "fourfold_probe"
 _QUERIES = 512  # of a block of a sliding window, where a mask is needed
 # What modules pass to an attention function: what this one uses, and what does not change a result.
 _KNOWN = {
@@ -27,6 +30,7 @@ _KNOWN = {
     "output_attentions", "output_hidden_states", "use_cache", "cache_position", "return_dict", "layer_idx", "past_key_values",
     "num_items_in_batch", "output_router_logits", "position_embeddings",
 }  # fmt: skip
+_KNOWN_TO_FLEX = {"softcap", "s_aux"}
 
 
 def cumulative_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
@@ -76,16 +80,47 @@ def packed_attention(
     **given: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document. Takes [rows, heads, length, features], returns [rows, length, heads, features]."""
-    why = _why_not(module, attention_mask, given)
-    if why is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} needs another attention for packed rows: {why}; use engine.attention = 'masked'"
-        )
+    _check(module, attention_mask, given)
     window = _window_of(module)
     if query.is_cuda:
         longest = given.get("max_length_q") or query.shape[2]
         return _varlen(query, key, value, scaling, window, given["cu_seq_lens_q"], longest), None
     return _by_document(module, query, key, value, dropout, scaling, window, given["position_ids"]), None
+
+
+def flex_packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """The same by FlexAttention, also with a soft cap of the scores and with sinks."""
+    _check(module, attention_mask, given, _KNOWN_TO_FLEX)
+    out = attend(
+        query,
+        key,
+        value,
+        given["position_ids"],
+        scaling=scaling,
+        window=_window_of(module),
+        softcap=given.get("softcap"),
+        sinks=given.get("s_aux"),
+    )
+    return out, None
+
+
+def _check(
+    module: nn.Module, mask: Tensor | None, given: dict[str, Any], more: Set[str] = frozenset()
+) -> None:
+    why = _why_not(module, mask, given, more)
+    if why is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} needs another attention for packed rows: {why}; use engine.attention = 'masked'"
+        )
 
 
 def use_packed_attention(
@@ -99,28 +134,40 @@ def use_packed_attention(
     before = getattr(config, "_attn_implementation", None)
     if wanted == "masked":
         return f"attention: {before}, packed documents apart by a mask of length x length (engine.attention = 'masked')"
-    if wanted == "auto" and before != "sdpa":
-        why: str | None = f"its configuration says {before!r}"
-    elif is_compiled and target != "cuda":
-        why = "one document after another cannot be in the one graph of a compiled block"
+    # What transformers takes where a configuration says nothing.
+    default = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    if wanted == "auto" and before != default:
+        by_bounds: str | None = f"its configuration says {before!r}"
+        by_flex = by_bounds
     else:
-        why = _try_on_meta(model, target, precision)
-    if why is None:
+        by_bounds, by_flex = _try_on_meta(model, target, precision, is_compiled=is_compiled)
+    if by_bounds is None and wanted != "flex":
         set_attention(model, NAME)
         how = "variable-length flash attention" if target == "cuda" else "one document after another"
         return f"attention: by the bounds of packed documents, {how}"
-    if wanted == "varlen":
+    if by_flex is None and wanted != "varlen":
+        set_attention(model, FLEX)
+        why = "engine.attention = 'flex'" if wanted == "flex" else by_bounds
+        return f"attention: FlexAttention inside packed documents ({why})"
+    if wanted != "auto":
+        why = f"FlexAttention: {by_flex}" if wanted == "flex" else by_bounds
         raise UnsupportedError(
-            f"{type(model).__name__} needs another attention than 'varlen' for packed rows: {why}; use engine.attention = 'masked'"
+            f"{type(model).__name__} needs another attention than {wanted!r} for packed rows: {why}; use engine.attention = 'masked'"
         )
-    return f"attention: {before}, packed documents apart by a mask of length x length ({why})"
+    reason = (
+        by_bounds if target != "cuda" or by_flex == by_bounds else f"{by_bounds}; FlexAttention: {by_flex}"
+    )
+    return f"attention: {before}, packed documents apart by a mask of length x length ({reason})"
 
 
-def _try_on_meta(model: nn.Module, target: str, precision: str) -> str | None:
-    """Why the attention of this model cannot be done by the bounds of documents; None if it can."""
-    if target == "cuda" and precision == "fp32":
-        return "flash attention has no fp32"
-    found: list[str | None] = []
+def _try_on_meta(
+    model: nn.Module, target: str, precision: str, *, is_compiled: bool
+) -> tuple[str | None, str | None]:
+    """Why the attention of this model cannot be done by the bounds of documents, and why not by FlexAttention; None if it can."""
+    never_by_bounds, never_by_flex = _why_never(model, target, precision, is_compiled=is_compiled)
+    if never_by_bounds is not None and never_by_flex is not None:
+        return never_by_bounds, never_by_flex
+    found: list[tuple[str | None, str | None]] = []
 
     def probe(
         module: nn.Module,
@@ -131,10 +178,12 @@ def _try_on_meta(model: nn.Module, target: str, precision: str) -> str | None:
         **given: Any,
     ) -> tuple[Tensor, None]:
         dropout, scaling = given.pop("dropout", 0.0), given.pop("scaling", None)
-        why = _why_not(module, attention_mask, given)
-        if why is None and target == "cuda":
-            why = _why_not_on_cuda(query, value, dropout, given)
-        found.append(why)
+        by_bounds = _why_not(module, attention_mask, given)
+        by_flex = _why_not(module, attention_mask, given, _KNOWN_TO_FLEX)
+        if target == "cuda":
+            by_bounds = by_bounds or _why_not_on_cuda(query, value, dropout, given)
+            by_flex = by_flex or _why_not_flex(query, value, dropout)
+        found.append((by_bounds, by_flex))
         out, _ = sdpa_attention_forward(module, query, key, value, None, dropout, scaling, is_causal=True)
         return out, None
 
@@ -148,13 +197,34 @@ def _try_on_meta(model: nn.Module, target: str, precision: str) -> str | None:
             model(input_ids=positions, position_ids=positions, use_cache=False, **bounds)
     except Exception as error:  # whatever a model does that meta tensors or these arguments do not allow
         if not found:
-            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return (f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",) * 2
         # Something after the first attention, such as experts, has no kernel for meta. Every call is checked again when it runs.
     finally:
         set_attention(model, before)
     if not found:
-        return "it does not use transformers' attention interface"
-    return next((why for why in found if why is not None), None)
+        return ("it does not use transformers' attention interface",) * 2
+    by_bounds, by_flex = (
+        next((why for why in each if why is not None), None) for each in zip(*found, strict=True)
+    )
+    if not getattr(model, "_supports_sdpa", False):
+        by_bounds = by_bounds or "transformers does not allow SDPA for this model"
+    return never_by_bounds or by_bounds, never_by_flex or by_flex
+
+
+def _why_never(
+    model: nn.Module, target: str, precision: str, *, is_compiled: bool
+) -> tuple[str | None, str | None]:
+    """The same, as far as it does not depend on what modules pass to their attention."""
+    by_bounds = by_flex = None
+    if not getattr(model, "_supports_flex_attn", False):
+        by_flex = "transformers does not allow it for this model"
+    if target == "cuda" and precision == "fp32":
+        by_bounds, by_flex = "flash attention has no fp32", "it is used in bf16 alone"
+    if target != "cuda":
+        by_flex = "it has no gradients on CPUs"
+        if is_compiled:
+            by_bounds = "one document after another cannot be in the one graph of a compiled block"
+    return by_bounds, by_flex
 
 
 def set_attention(model: nn.Module, name: str) -> None:
@@ -174,7 +244,9 @@ def _window_of(module: nn.Module) -> int | None:
     return getattr(config, "sliding_window", None) or None
 
 
-def _why_not(module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any]) -> str | None:
+def _why_not(
+    module: nn.Module, attention_mask: Tensor | None, given: dict[str, Any], more: Set[str] = frozenset()
+) -> str | None:
     if attention_mask is not None:
         return "it has a mask of its own"
     positions = given.get("position_ids")
@@ -192,7 +264,7 @@ def _why_not(module: nn.Module, attention_mask: Tensor | None, given: dict[str, 
     window, passed = _window_of(module), given.get("sliding_window") or None
     if passed != window:
         return f"its window is {window}, and it passes {passed} to its attention"
-    unknown = [name for name, value in given.items() if value is not None and name not in _KNOWN]
+    unknown = [name for name, value in given.items() if value is not None and name not in _KNOWN | more]
     return f"it passes {', '.join(unknown)} to its attention" if unknown else None
 
 
@@ -203,6 +275,15 @@ def _why_not_on_cuda(query: Tensor, value: Tensor, dropout: float, given: dict[s
         return "variable-length attention has no dropout"
     if query.shape[-1] > 256 or query.shape[-1] != value.shape[-1]:
         return f"flash attention has no kernel for heads of {query.shape[-1]} and {value.shape[-1]} features"
+    return None
+
+
+def _why_not_flex(query: Tensor, value: Tensor, dropout: float) -> str | None:
+    if dropout:
+        return "it has no dropout"
+    features = sorted({query.shape[-1], value.shape[-1]})
+    if not SMALLEST_HEAD <= features[0] <= features[-1] <= LARGEST_HEAD:
+        return f"it has no kernel for heads of {' and '.join(map(str, features))} features"
     return None
 
 
@@ -278,3 +359,4 @@ def _by_document(
 
 
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(FLEX, flex_packed_attention)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention  # defines its operator
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -33,12 +34,13 @@ _SETTINGS = {
 _INDUCTOR: dict[str, Any] = {"reorder_for_peak_memory": False}
 # The matmuls of sharded products.
 _PRODUCTS = {getattr(torch.ops.aten, name).out for name in ("mm", "addmm", "bmm", "baddbmm")}
+_ATTENTION = {torch.ops.higher_order.flex_attention, *OPERATORS}
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """As without a graph: results of matmuls, of attention and of sums over ranks are kept, gathered inputs are not."""
     is_sum = operator is torch.ops.fourfold.finish.default and args[2] != "all_gather"
-    is_kept = is_sum or operator in OPERATORS or operator in _PRODUCTS
+    is_kept = is_sum or operator in _ATTENTION or operator in _PRODUCTS
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -15,7 +15,7 @@ from fourfold.planner.cost.compute import operation_s
 from fourfold.planner.cost.memory import Memory
 from fourfold.planner.cost.step import Estimate, utilisation
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
+from fourfold.planner.inputs.layout import FOURFOLD, Attention, Layout, Schedule
 from fourfold.planner.inputs.workload import Workload, from_config
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Job:
     precision: Any = "bf16"
     roles: Mapping[str, str] | None = None
     optimizer: Optimizer = "adamw"
+    attention: Attention = "varlen"  # as `dryrun` takes it
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         micro_batches=layout.micro_batches,
         roles=job.roles,
         precision=job.precision,
+        attention=job.attention,
         activations=layout.activations,
         activation_checkpointing=layout.activation_checkpointing,
         checkpointed_blocks=layout.checkpointed_blocks,

@@ -24,7 +24,7 @@ from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.dry_run_estimate import Job, describe, refuse_compiled, schedule_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import ACCUMULATION, Accumulation, Activations, Layout
+from fourfold.planner.inputs.layout import ACCUMULATION, Accumulation, Activations, Attention, Layout
 from fourfold.planner.search import RESERVE, Plan, Rejected, memory_limit_bytes, search, too_large
 from fourfold.planner.workers import for_all, simulate_layout
 
@@ -48,6 +48,7 @@ def plan(
     keep_bytes: int | None = None,
     accumulation: tuple[Accumulation, ...] = ACCUMULATION,
     activation_offloading: bool = False,
+    attention: Attention = "auto",
     reserve: float = RESERVE,
     roles: Mapping[str, str] | None = None,
     dry_runs: int = 100,
@@ -62,7 +63,8 @@ def plan(
     ``optimizer`` is that of the run. With ``compile``, which is what GPUs do, element-wise work is that of compiled blocks; a dry run does not
     follow those, so that they have formulas alone, and None does not compile what is to be simulated. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
     latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which. With
-    ``activation_offloading`` the inputs of blocks that are recomputed are on the host, where a layout recomputes any.
+    ``activation_offloading`` the inputs of blocks that are recomputed are on the host, where a layout recomputes any. ``attention`` is that
+    of packed documents, as in a run config.
 
     Any other module that takes ``input_ids``, ``labels`` and ``**kwargs`` of its loss and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them and the
@@ -84,7 +86,9 @@ def plan(
         refuse_compiled(f"use {how}, or compile=False")
     offloads = activation_offloading and machines.target == "cuda"
     work = precision or machines.precision
-    job = Job(source, sequences, length, machines.target, work, roles, optimizer)
+    workload = workload and workload.attended(attention, machines.target, work)
+    of_dry_run: Attention = "flex" if workload is not None and workload.is_flex else "varlen"
+    job = Job(source, sequences, length, machines.target, work, roles, optimizer, of_dry_run)
     if workload is None:
         # Few such modules allow sequence parallelism, and each try is a dry run.
         layouts, rejected = _all_layouts(

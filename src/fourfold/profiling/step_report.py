@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from fourfold.hf.packed_attention import FLEX
 from fourfold.mesh.axes import AXES, Axis
 from fourfold.mesh.collectives import Entry
 from fourfold.mesh.grid import Grid
@@ -136,6 +137,8 @@ def save_run(
         "precision": precision,
         "compile": compile,
         "optimizer": optimizer,
+        # A loop of one's own has what the model says, unless it took this one.
+        "attention": "flex" if getattr(config, "_attn_implementation", None) == FLEX else "varlen",
         "steps": len(reports),
         "measured": {
             "step_s": median(r.step_s for r in reports),

@@ -153,6 +153,7 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
         "precision": engine.precision,
         "compile": engine.compile,
         "activation_offloading": engine.activation_offloading,
+        "attention": engine.attention,
         "optimizer": run.optimizer.name,
         "checkpointing": KINDS if checkpointing == "auto" else (checkpointing,),
         "checkpointed_blocks": engine.checkpointed_blocks,

@@ -76,6 +76,7 @@ def fields_that_fit(
     if workload is None or device_bytes is None:
         settled = engine.without_auto()
         return {name: getattr(settled, name) for name in BY_MEMORY}
+    workload = workload.attended(engine.attention, target, engine.precision)
     *_, y, x = shape
     rows, length, micro_batches = batch
     is_cut = x * y > 1 and engine.activations != "replicated" and undivided_axis(length, y, x) is None

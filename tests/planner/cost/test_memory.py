@@ -224,6 +224,55 @@ def test_the_closed_form_knows_what_other_families_keep(family, precision):
     assert closed.total_bytes == pytest.approx(done.peak.bytes, rel=bar), closed
 
 
+@pytest.mark.parametrize(
+    ("family", "attention", "layout"),
+    [
+        ("gemma2", "auto", Layout(1, 4, 1, 1, 1, "selective")),
+        *(
+            pytest.param(*point, marks=pytest.mark.nightly)
+            for point in (
+                ("gemma2", "auto", Layout(1, 4, 1, 1)),
+                ("gemma2", "auto", Layout(1, 4, 1, 1, 1, "full")),
+                ("gemma2", "auto", Layout(1, 2, 2, 2, 1, "selective", **TOKENS)),
+                ("llama", "flex", Layout(1, 4, 1, 1, 1, "selective")),
+                ("llama", "flex", Layout(1, 2, 2, 2, 1, "none", **AGAIN)),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_the_closed_form_knows_flex_attention(family, attention, layout):
+    config, length = of_family(family), 4 * LENGTH
+    done = dryrun(
+        config, layout.grid, sequences=SEQUENCES * layout.z, length=length, weights="fsdp2", attention=attention,
+        activation_checkpointing=layout.activation_checkpointing, activations=layout.activations,
+        overlap=Overlap(keep_inputs=layout.keep_inputs),
+    )  # fmt: skip
+    assert "FlexAttention" in done.report.notes[-1]
+    # Unlike other attention it is computed again in a selective block.
+    again = [e for e in done.operations if e.work == "attention" and e.phase == "recompute"]
+    assert bool(again) == (layout.activation_checkpointing != "none")
+    workload = from_config(config.to_dict())
+    closed = memory(workload.attended(attention, "cuda", "bf16"), layout, SEQUENCES * length, length=length)
+    assert closed.total_bytes == pytest.approx(done.peak.bytes, rel=0.03), closed
+    if family == "gemma2":  # otherwise it keeps scores of length x length
+        masked = memory(
+            workload.attended("masked", "cuda", "bf16"), layout, SEQUENCES * length, length=length
+        )
+        assert masked.total_bytes > 1.3 * closed.total_bytes
+
+
+@pytest.mark.parametrize("family", ["exaone4", "glm4", "olmo2"])
+@pytest.mark.nightly
+def test_the_closed_form_knows_the_output_that_a_norm_needs(family):
+    config, layout = of_family(family), Layout(1, 4, 1, 1, 1, "selective")
+    done = dryrun(
+        config, layout.grid, sequences=16, length=4 * LENGTH, weights="fsdp2", activation_checkpointing="selective"
+    )  # fmt: skip
+    closed = memory(from_config(config.to_dict()), layout, SEQUENCES * 4 * LENGTH, length=4 * LENGTH)
+    assert closed.total_bytes == pytest.approx(done.peak.bytes, rel=0.03), closed
+
+
 @pytest.mark.nightly
 def test_a_deep_model_is_no_further_off():
     config = LlamaConfig(**{**MODELS["llama"].to_dict(), "num_hidden_layers": 24})

@@ -249,3 +249,15 @@ def test_copies_to_the_host_show_where_they_take_longer_than_a_block():
     more_s = slower.compute_s["host copies"] - slow.compute_s["host copies"]
     assert more_s == pytest.approx(2 * 31 * copy_s)
     assert slower.step_s == pytest.approx(kept.step_s + slower.compute_s["host copies"])
+
+
+def test_flex_attention_is_computed_again_unless_the_block_is_compiled():
+    flex = LLAMA.attended("flex", "cuda", "bf16")
+    layout = Layout(1, 8, 1, 1, 1, "selective")
+    schedules = (FOURFOLD, dataclasses.replace(FOURFOLD, elementwise="compiled"))
+    for schedule, more in zip(schedules, (True, False), strict=True):
+        plain, again = (estimate(w, layout, H100, 8, 8192, schedule) for w in (LLAMA, flex))
+        forward_s = plain.compute_s["attention"] / 3.5  # backward is 2.5 times as long
+        expected_s = forward_s if more else 0.0
+        recomputed_s = again.compute_s["recomputation"] - plain.compute_s["recomputation"]
+        assert recomputed_s == pytest.approx(expected_s)

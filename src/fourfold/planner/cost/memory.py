@@ -149,7 +149,10 @@ def _saved_v(w: Workload, layout: Layout, q: float, kv: float) -> float:
 
 
 def kept_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float:
-    """What a selective block keeps besides its input: the outputs of all linears but the last one, and of attention."""
+    """What a selective block keeps besides its input: the outputs of all linears but the last one, and of attention.
+
+    It computes FlexAttention again, and keeps the last linear's output where a norm follows.
+    """
     y, x, by_tokens = layout.y, layout.x, layout.by_tokens
     ranks = y * x
     by_heads = by_tokens and w.divides_heads(ranks)
@@ -157,10 +160,12 @@ def kept_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float:
     # Where ranks of y share a key/value head, each has all of it.
     kv_parts = min(q_parts if w.kv_heads % q_parts == 0 else x, w.kv_heads)
     inner_parts, hidden_parts = (ranks, ranks) if by_tokens else (x, y)
-    features = 2 * w.q_features / q_parts + 2 * w.kv_features / kv_parts + w.hidden / hidden_parts
+    features = (1 if w.is_flex else 2) * w.q_features / q_parts + 2 * w.kv_features / kv_parts
+    features += (2 if w.norm_after_mlp else 1) * w.hidden / hidden_parts
     features += (2 if w.gated else 1) * w.ffn / inner_parts
     statistics = 2 * WIDE_BYTES / (x if by_tokens else 1) if y > 1 else 0.0
-    return work_bytes * features + HEAD_BYTES * w.heads / q_parts + statistics
+    heads = 0.0 if w.is_flex else HEAD_BYTES * w.heads / q_parts
+    return work_bytes * features + heads + statistics
 
 
 def memory(

@@ -135,8 +135,10 @@ def block_times(prices: Prices, layout: Layout, tokens: float) -> list[BlockTime
         forward, backward, again, _ = prices.passes(
             tokens, layout.y, layout.x, layout.activations, keep_inputs
         )
-        # Selective: only what lies between the linears.
-        between = Pass(0.0, 0.0, forward.elementwise_s, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0})
+        # Selective: only what lies between the linears, and FlexAttention, unless the block is one graph.
+        is_kept = not prices.workload.is_flex or prices.schedule.elementwise == "compiled"
+        attention_s = 0.0 if is_kept else forward.attention_s
+        between = Pass(0.0, attention_s, forward.elementwise_s, {"x": 0.0, "y": 0.0}, {"x": 0.0, "y": 0.0})
         chosen = {"none": None, "selective": between, "full": again}[kind]
         found.append(BlockTimes(count, forward, backward, chosen))
     return found

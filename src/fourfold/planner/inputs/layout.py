@@ -9,6 +9,7 @@ from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks, 
 
 Activations = Literal["replicated", "sequence-parallel"]
 Accumulation = Literal["whole", "sharded"]
+Attention = Literal["auto", "varlen", "flex", "masked"]
 Elementwise = Literal["fused", "eager", "compiled"]
 ACCUMULATION: tuple[Accumulation, ...] = get_args(Accumulation)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,10 @@ _KEPT_MORE = {
     "nemotron": KeptMore(hidden=(-2, 0), q=(0, 1)),
     "biogpt": KeptMore(hidden=(-2, 0)),
 }
+# Of families whose attention is FlexAttention on GPUs (`hf/flex_attention.py`), for its soft cap: what is kept with it.
+_KEPT_BY_FLEX = {"gemma2": KeptMore(hidden=(6, -2))}
+# Families with a norm of the MLP's output, which a selective block keeps, then.
+_NORM_AFTER_MLP = ("exaone4", "gemma2", "gemma3_text", "glm4", "olmo2", "olmo3")
 # Families that scale, cap or add to the logits after the head, so that the loss is not by chunks: what there is of each logit at its peak.
 _WHOLE_LOGITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("granite", "cohere", "cohere2", "gptj", "opt", "phi", "codegen"), (2, 1)),
@@ -102,6 +106,9 @@ class Workload:
     norms_all_heads: bool = False  # q and k have norms over the heads of a rank together
     rotates: bool = True  # positions are in q and k, which are made anew by it
     kept_more: KeptMore | None = None
+    kept_by_flex: KeptMore | None = None  # the same with FlexAttention, where the family needs it
+    is_flex: bool = False  # its attention is FlexAttention
+    norm_after_mlp: bool = False
     whole_logits: tuple[float, float] | None = (
         None  # of each logit: tensors in fp32 and in the precision of the work
     )
@@ -112,6 +119,19 @@ class Workload:
                 f"{self.name}: num_attention_heads={self.heads} is not a multiple of num_key_value_heads={self.kv_heads}; "
                 "correct the config"
             )
+
+    def attended(self, attention: str, target: str, precision: str) -> Workload:
+        """With the attention that a run has for this ``engine.attention`` on devices of this type (`hf/packed_attention.py`).
+
+        Example:
+            >>> capped = Workload("", 8, 8, 1, 1, 1, 8, 8, kept_by_flex=KeptMore())
+            >>> [capped.attended("auto", target, "bf16").is_flex for target in ("cuda", "cpu")]
+            [True, False]
+        """
+        is_wanted = attention == "flex" or (attention == "auto" and self.kept_by_flex is not None)
+        if not is_wanted or target != "cuda" or precision != "bf16":
+            return self
+        return replace(self, is_flex=True, kept_more=self.kept_by_flex or self.kept_more)
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -239,6 +259,8 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         norms_all_heads=family in _NORMS_ALL_HEADS,
         rotates=family not in _NOT_ROTATED,
         kept_more=_KEPT_MORE.get(family),
+        kept_by_flex=_KEPT_BY_FLEX.get(family),
+        norm_after_mlp=family in _NORM_AFTER_MLP,
         whole_logits=_WHOLE_LOGITS.get(family),
     )
 

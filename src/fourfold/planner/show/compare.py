@@ -15,7 +15,7 @@ from fourfold.optim.kinds import Optimizer
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.dry_run_estimate import Job, as_estimate, describe, schedule_of
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.layout import Attention, Layout
 from fourfold.planner.perturb import SECTIONS, changed, value_of
 from fourfold.planner.show.tables import seconds, signed
 from fourfold.planner.workers import estimate_by_dry_run
@@ -40,6 +40,7 @@ class Run:
     parts_s: dict[str, float]  # compute, and exposed by axis
     compile: bool = False
     optimizer: Optimizer = "adamw"
+    attention: Attention = "varlen"  # of the run config
 
 
 @dataclass(frozen=True)
@@ -109,24 +110,30 @@ def read_run(path: str | Path) -> Run:
         parts_s,
         bool(said.get("compile", False)),
         said.get("optimizer", "adamw"),
+        said.get("attention", "varlen"),
     )
 
 
 def compare(run: Run, cluster: Cluster) -> Comparison:
     """Predict the run on the cluster: by simulation over its dry run, or by formulas if its blocks are compiled."""
-    return compare_with(run, _formulas(run) if run.compile else _simulation(run, cluster.target), cluster)
+    predict = _formulas(run, cluster.target) if run.compile else _simulation(run, cluster.target)
+    return compare_with(run, predict, cluster)
 
 
 def _simulation(run: Run, target: str) -> Predict:
-    job = Job(run.model, run.sequences, run.length, target, run.precision, optimizer=run.optimizer)
-    dry_run, workload = estimate_by_dry_run(job, run.layout), describe(run.model)[1]
+    workload = describe(run.model)[1]
+    workload = workload and workload.attended(run.attention, target, run.precision)
+    attention: Attention = "flex" if workload is not None and workload.is_flex else "varlen"
+    job = Job(run.model, run.sequences, run.length, target, run.precision, None, run.optimizer, attention)
+    dry_run = estimate_by_dry_run(job, run.layout)
     return lambda cluster: as_estimate(dry_run, job, workload, cluster)
 
 
-def _formulas(run: Run) -> Predict:
+def _formulas(run: Run, target: str) -> Predict:
     """A dry run follows blocks operator by operator, which compiled ones do not have."""
     workload = describe(run.model)[1]
     assert workload is not None
+    workload = workload.attended(run.attention, target, run.precision)
 
     def predict(cluster: Cluster) -> Estimate:
         schedule = schedule_of(cluster, run.precision, is_compiled=run.compile)

@@ -119,6 +119,7 @@ def compare_with_prediction(
         {part: mean(parts_of(line).get(part, 0.0) for line in steps) for part in _PARTS},
         metadata.get("compiled", False),
         config["optimizer"]["name"],
+        config["engine"].get("attention", "varlen"),
     )
     try:
         machines = clusters.load(cluster)

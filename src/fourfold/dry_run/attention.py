@@ -1,0 +1,37 @@
+"""What stands for FlexAttention in a dry run, whose tensors are on the CPU, where it has no kernel: stock attention, with as much memory and work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+FLEX_STAND_IN = "fourfold_flex_stand_in"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    # A selective block, unless it is compiled, computes FlexAttention again: it has no operator whose results are kept.
+    with torch._C.DisableTorchFunction():
+        out, _weights = sdpa_attention_forward(
+            module, query, key, value, None, dropout, scaling, is_causal=True
+        )
+    if s_aux is not None:
+        share = torch.sigmoid(out.new_zeros((*out.shape[:-1], 1), dtype=torch.float32) - s_aux.view(-1, 1))
+        out = (out * share).to(query.dtype)
+    return out, None
+
+
+AttentionInterface.register(FLEX_STAND_IN, attend)
