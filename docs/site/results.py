@@ -63,7 +63,7 @@ CHECKS = {
             result="families:",
         ),
         Check(
-            "packed documents attend by their bounds in every family whose attention allows it, equal to documents one by one",
+            "packed documents attend by their bounds, or on GPUs by FlexAttention, in every family whose attention allows it, equal to documents one by one",
             "packed",
             "none wrong; logits and gradients 1e-4",
             "nightly",
