@@ -85,14 +85,25 @@ def words_of(flight: InFlightCollective | Start) -> Words:
 
 
 def real_step(
-    shape: tuple[int, int, int, int], weights: Any, overlap: ff.Overlap, precision: Any, activations: Any
+    shape: tuple[int, int, int, int],
+    weights: Any,
+    overlap: ff.Overlap,
+    precision: Any,
+    activations: Any,
+    float8: Any = "none",
 ) -> tuple[list[Words], int]:
     """A step's collectives, and the most memory that tensors took in it; every rank runs this."""
     grid = Grid.create(shape, timeout_s=60)
     with torch.device("meta"):
         model = LlamaForCausalLM(small_config())
     ff.parallelize(
-        model, grid, weights=weights, precision=precision, activations=activations, overlap=overlap
+        model,
+        grid,
+        weights=weights,
+        precision=precision,
+        activations=activations,
+        overlap=overlap,
+        float8=float8,
     )
     optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-4, foreach=False)
     rows = grid.local_rows(SEQUENCES)
@@ -148,6 +159,7 @@ def compare(
     precision: Any = "fp32",
     activations: Any = "replicated",
     keep_inputs: bool = True,
+    float8: Any = "none",
 ) -> tuple[bool, float]:
     """(are the collectives the same, by how much the predicted peak is off), on rank 0."""
     in_turns, in_one_piece = (ff.Overlap(interleave=i, keep_inputs=keep_inputs) for i in (True, False))
@@ -162,11 +174,12 @@ def compare(
             activations=activations,
             weights=weights,
             overlap=overlap,
+            float8=float8,
             target="cpu",
         )
 
     def real(overlap: ff.Overlap) -> list[tuple[list[Words], int]]:
-        return pool.run(real_step, math.prod(shape), shape, weights, overlap, precision, activations)
+        return pool.run(real_step, math.prod(shape), shape, weights, overlap, precision, activations, float8)
 
     # Memory of a batch in one piece: the profiler does not see the threads of an interleaved one.
     ran, foreseen = real(in_one_piece), dry(in_one_piece)

@@ -10,6 +10,7 @@ the loss of each step, every gradient of each step (as clipped), every parameter
     python -m benchmarks.parity --ranks 8 --activation-checkpointing selective   # or full
     python -m benchmarks.parity --ranks 8 --accumulation sharded   # of two micro-batches
     python -m benchmarks.parity --ranks 8 --compile --weights fsdp2   # blocks by aot_eager, without code generation
+    python -m benchmarks.parity --ranks 8 --float8 rowwise_with_gw_hp   # in fp64, with operands in e4m3
     python -m benchmarks.parity --ranks 8 --break norm      # plants a fault: has to fail
 """
 
@@ -26,12 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.float8 import BAR, in_fp64, stock_in_float8
 from benchmarks.ranks import RankPool
 from fourfold.mesh.axes import Axis, factorisations
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
 from fourfold.parallel import compiled, layers
 from fourfold.parallel.checkpointing import ActivationCheckpointing
+from fourfold.parallel.float8.choice import Float8Recipe
 from fourfold.parallel.linear_op import Cut, Product
 from fourfold.parallel.loss import cross_entropy as loss
 from fourfold.parallel.options import ActivationsWanted
@@ -93,8 +96,12 @@ def run_rank(
     """``options`` of `train_on`."""
     compiled.BACKEND = "aot_eager"
     torch._dynamo.reset()
-    with injected(fault) if fault else nullcontext():
-        return train_on(Grid.create(shape, timeout_s=60), kind, **options or {})
+    options = dict(options or {})
+    is_float8 = options.get("float8", "none") != "none"
+    if is_float8:
+        options["stock"] = stock_in_float8
+    with injected(fault) if fault else nullcontext(), in_fp64() if is_float8 else nullcontext():
+        return train_on(Grid.create(shape, timeout_s=60), kind, **options)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,6 +121,12 @@ def main(arguments: list[str] | None = None) -> int:
         help="steps of two micro-batches, whose gradients are accumulated so",
     )
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
+    parser.add_argument(
+        "--float8",
+        default="none",
+        choices=get_args(Float8Recipe),
+        help="matmuls of linears in blocks; compared in fp64 with a stock model that rounds to e4m3 (default: none)",
+    )
     parser.add_argument("--quick", action="store_true", help="a few grids of 8 ranks instead of all")
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"
@@ -123,14 +136,18 @@ def main(arguments: list[str] | None = None) -> int:
     grids = list(GRIDS_OF_16) if options.ranks == 16 else factorisations(options.ranks)
     if options.quick and options.ranks == 8:
         grids = list(QUICK_GRIDS_OF_8)
+    is_float8 = options.float8 != "none"
     print(
-        f"bars: loss {LOSS_BAR:g} relative, gradients {GRADIENT_BAR:g}, parameters {PARAMETER_BAR:g} of their maximum"
+        f"bars: {BAR:g}, in fp64"
+        if is_float8
+        else f"bars: loss {LOSS_BAR:g} relative, gradients {GRADIENT_BAR:g}, parameters {PARAMETER_BAR:g} of their maximum"
     )
     wanted: dict[str, Any] = {
         "weights": options.weights,
         "activations": options.activations,
         "activation_checkpointing": options.activation_checkpointing,
         "compile": options.compile,
+        "float8": options.float8,
     }
     if options.accumulation:
         wanted |= {"micro_batches": 2, "accumulation": options.accumulation}
@@ -138,8 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
         f", gradients of two micro-batches accumulated {options.accumulation}" if options.accumulation else ""
     )
     more += ", blocks compiled" if options.compile else ""
+    more += f", float8 {options.float8}" if is_float8 else ""
     print(
-        f"weights {options.weights}, activations {options.activations}, activation checkpointing {options.activation_checkpointing}{more}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, fp32"
+        f"weights {options.weights}, activations {options.activations}, activation checkpointing {options.activation_checkpointing}{more}; {STEPS} AdamW steps, lr {LEARNING_RATE:g}, eps {EPS:g}, norm clipped to {MAX_NORM:g}; Gloo on CPU, {'fp64' if is_float8 else 'fp32'}"
     )
     print(f"{'model':10} {'(data, z, y, x)':16} {'loss':>9} {'gradient':>9} {'parameter':>9}")
     start_s = time.perf_counter()
@@ -150,6 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
                 arguments_of_rank = shape, kind, options.fault, wanted
                 errors = Errors.worst(pool.run(run_rank, options.ranks, *arguments_of_rank, timeout_s=180))
                 good = errors.within_bars()
+                if is_float8:
+                    good = max(errors.loss, errors.gradient, errors.parameter) <= BAR
                 held, failed = held + good, failed + (not good)
                 worst = max(worst, errors.gradient)
                 verdict = "" if good else f"  FAILED, worst in {errors.worst_gradient}"

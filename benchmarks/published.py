@@ -1,7 +1,7 @@
 """Does the planner predict what others measured?
 
 The published training runs that Fourfold's space can express (FSDP, ZeRO-3, tensor x data parallelism; no pipeline
-stages, no fp8) are predicted from their layout. A few figures of each software (how much of the measured best matmul it
+stages, no fp8: none is by the recipe that Fourfold has) are predicted from their layout. A few figures of each software (how much of the measured best matmul it
 reaches, attention, element-wise passes, share of the network) are fitted on one part of the rows; errors are those of the
 other part. The split is in `published_rows.Row.is_fitted`: by the hash of a row's name, and for ZeRO-3 by model.
 AxoNN published no grids: its 15 runs are predicted by the best layout the search finds. One figure for each machine, how

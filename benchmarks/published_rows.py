@@ -110,11 +110,11 @@ def out_of_scope(run: dict[str, Any]) -> str | None:
     if name.startswith("axonn"):
         return "AxoNN's Table III: predicted apart, by the best layout"
     if name.startswith("mbridge"):
-        return "fp8 or fp4 work, which Fourfold does not do"
+        return "fp8 or fp4 work by another recipe than Fourfold's"
     if run.get("scheme") == "ptd" or (run.get("pp") or 1) > 1:
         return "pipeline stages"
     if str(run.get("precision", "")).find("fp8") >= 0 or run.get("float8"):
-        return "fp8 or fp4 work, which Fourfold does not do"
+        return "fp8 or fp4 work by another recipe than Fourfold's"
     if run["metric"] == "memory_gib":
         return "memory, not time"
     if name.startswith(("frontier-dash24", "mcore-h100-strong", "korth22-530B-2240")):

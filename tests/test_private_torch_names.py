@@ -54,6 +54,8 @@ NAMES = {
     "torch.distributed.tensor.DTensor._op_dispatcher": "how DTensor finds shardings, which a dry run does not record",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "forget the meshes of an earlier dry run",
     "torch.distributed.tensor.placement_types._StridedShard": "a dimension that two axes shard",
+    "torch._scaled_mm": "matmuls of e4m3",
+    "torch.ops.aten._scaled_mm": "the same as an operator, in a dry run and in compiled blocks",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "attention as an operator, for its FLOPs",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "the same in backward",
     "torch.ops.aten._to_copy": "a cast, whose sharding is that of its input",

@@ -17,6 +17,7 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -139,9 +140,9 @@ class Trained:
 
 
 @functools.cache
-def reference(kind: str, sequences: int, device: torch.device) -> Trained:
+def reference(stock: Callable[[str], nn.Module], kind: str, sequences: int, device: torch.device) -> Trained:
     """Train the stock model in this process alone."""
-    model = build(kind).to(device)
+    model = stock(kind).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS)
     losses, gradients = [], []
     for ids, labels in batches(sequences):
@@ -185,10 +186,17 @@ def _relative(ours: Tensor, shard: Tensor, full: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def train_on(grid: Grid, kind: str, *, micro_batches: int = 1, **options: Any) -> Errors:
-    """Train on the grid, with options of `parallelize`; the errors of this rank's shards."""
+def train_on(
+    grid: Grid,
+    kind: str,
+    *,
+    micro_batches: int = 1,
+    stock: Callable[[str], nn.Module] = build,
+    **options: Any,
+) -> Errors:
+    """Train on the grid, with options of `parallelize`; the errors of this rank's shards against the ``stock`` model."""
     sequences = grid.data * grid.z * grid.y * grid.x * micro_batches
-    expected = reference(kind, sequences, grid.device)
+    expected = reference(stock, kind, sequences, grid.device)
     model = build(kind)
     report = parallelize(model, grid, **({"overlap": OVERLAP} | options))
     optimizer = sharded_optimizer(torch.optim.AdamW)(

@@ -57,6 +57,7 @@ class Results:
             found.metadata["compiled"],
             config["optimizer"]["name"],
             engine["attention"],
+            engine.get("float8", "none"),
         )
 
     @property

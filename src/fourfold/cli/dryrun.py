@@ -120,6 +120,7 @@ def run(options: argparse.Namespace) -> int:
         weights=chosen["weights"],
         compile=chosen["compile"],
         activation_offloading=chosen["activation_offloading"],
+        float8=chosen["float8"],
         overlap=Overlap(keep_inputs=chosen["keep_inputs"], keep_bytes=chosen["keep_weights_bytes"]),
         optimizer="adamw" if config is None else config.optimizer.name,
         target=options.target,

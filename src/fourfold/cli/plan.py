@@ -79,6 +79,7 @@ def add_to(commands: Any) -> None:
     )
     add_engine(parser, "weights", unless="the run config's, or FSDP2 on GPUs, streamed on CPUs")
     add_engine(parser, "precision", unless="the run config's, or bf16 on GPUs, fp32 on CPUs")
+    add_engine(parser, "float8", unless="the run config's, or none")
     add_engine(parser, "compile", unless="the run config's, or on GPUs if nothing is simulated")
     add_engine(parser, "activation_offloading", unless="the run config's, or no")
     add_engine(
@@ -143,6 +144,7 @@ def run(options: argparse.Namespace) -> int:
     precision = asked.options["precision"] or cluster.precision
     optimizer = asked.options.get("optimizer", "adamw")
     workload = workload.attended(asked.options.get("attention", "auto"), cluster.target, precision)
+    float8 = asked.options.get("float8", "none")
     title = f"{asked.name} ({_billions(workload)}) on {asked.gpus} devices of {cluster.name}, {sequences} x {length} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
     print(tables.show_plan(plan, cluster, title, options.rows, width))
@@ -155,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.price is not None or options.watts is not None:
         raise ValueError("--price and --watts need the number of training tokens; give --tokens, such as 15T")
     if options.explain:
-        schedule = schedule_of(cluster, precision, is_compiled=is_compiled)
+        schedule = schedule_of(cluster, precision, is_compiled=is_compiled, float8=float8)
         prices = Prices(workload, cluster, length, schedule, optimizer=optimizer)
         a, b = (tables.pick_layout(word, plan, prices, sequences) for word in options.explain)
         print(tables.explain(a, b))
@@ -166,14 +168,16 @@ def run(options: argparse.Namespace) -> int:
         print(f"wrote {options.html}")
     if options.trace:
         attention: Attention = "flex" if workload.is_flex else "varlen"
-        job = Job(asked.model, sequences, length, cluster.target, precision, None, optimizer, attention)
+        job = Job(
+            asked.model, sequences, length, cluster.target, precision, None, optimizer, attention, float8
+        )
         timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
         print(f"wrote {options.trace}: open it in ui.perfetto.dev")
     if options.write:
         names = ("compile", "activation_offloading")
         asked_for = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-        print(_write(options.write, plan, sequences, length, precision, asked_for))
+        print(_write(options.write, plan, sequences, length, precision, asked_for, float8=float8))
     return 0
 
 
@@ -213,7 +217,7 @@ class _Asked:
             sequences = _sequences(options.batch_tokens, length)
         own = {
             name: getattr(options, name)
-            for name in ("weights", "precision", "compile", "activation_offloading", "activations")
+            for name in ("weights", "precision", "compile", "float8", "activation_offloading", "activations")
             if getattr(options, name) is not None
         }
         if options.keep_inputs is not None:
@@ -283,7 +287,14 @@ def _sequences(tokens: float, length: int) -> int:
 
 
 def _write(
-    file: Path, plan: Plan, sequences: int, length: int, precision: str, asked_for: dict[str, bool]
+    file: Path,
+    plan: Plan,
+    sequences: int,
+    length: int,
+    precision: str,
+    asked_for: dict[str, bool],
+    *,
+    float8: str,
 ) -> str:
     """Write the fastest layout into a run config that was planned, and the options that it was planned for; what was written."""
     from fourfold.config.edit import with_fields
@@ -295,11 +306,12 @@ def _write(
             f"{file} has a batch of {run.sequences} x {run.data.sequence_length} tokens, and the plan is for {sequences} x "
             f"{length}; plan the run config itself: fourfold plan {file}"
         )
-    if run.engine.precision != precision:
-        raise ValueError(
-            f"{file} has engine.precision={run.engine.precision}, and the plan is for {precision}; set it in {file}, "
-            "and plan again"
-        )
+    for name, planned_for in (("precision", precision), ("float8", float8)):
+        if getattr(run.engine, name) != planned_for:
+            raise ValueError(
+                f"{file} has engine.{name}={getattr(run.engine, name)}, and the plan is for {planned_for}; set it in {file}, "
+                "and plan again"
+            )
     planned = without_layout(run)
     best = fastest(planned, plan).layout
     fields = layout_fields(planned, best)

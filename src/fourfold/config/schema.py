@@ -192,7 +192,7 @@ BY_MEMORY = ("activation_checkpointing", "checkpointed_blocks", "accumulation")
 
 
 class EngineSection(Section):
-    """How a step is computed; results equal those of one process for every setting."""
+    """How a step is computed; results equal those of one process for every setting (with float8, of one process with float8)."""
 
     precision: Literal["fp32", "bf16"] = "bf16"
     """Precision of matmuls and activations; master weights are fp32."""
@@ -216,6 +216,8 @@ class EngineSection(Section):
     """Gradients of several micro-batches: added up whole on each z rank and reduced once, or reduced over z in each micro-batch, which needs less memory; auto: whole, unless it does not fit or more would be recomputed."""
     compile: bool | None = None
     """Compile each block as one graph (torch.compile); on CPUs it needs a C++ compiler; on GPUs it is done unless set, if tensor ranks draw no dropout."""
+    float8: Literal["none", "rowwise_with_gw_hp"] = "none"
+    """Matmuls of the linears in blocks: all in precision (none), or outputs and gradients of inputs in e4m3 with a scale for each row, and gradients of weights in precision (rowwise_with_gw_hp); on GPUs with precision bf16 and compute capability 8.9."""
 
     @property
     def is_open(self) -> bool:

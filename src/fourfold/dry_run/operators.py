@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fourfold.dry_run.events import Work
 
 aten = torch.ops.aten
-MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_}
+MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_, aten._scaled_mm}
 _ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 _LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
@@ -37,7 +37,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Done:
     flops = 0.0
     shape: tuple[int, ...] = tuple(outputs[0].shape) if outputs else tuple(inputs[0].shape)
     if packet in MATMULS:
-        a, b = [t for t in args if isinstance(t, Tensor)][-2:]
+        operands = [t for t in args if isinstance(t, Tensor)]
+        a, b = operands[:2] if packet is aten._scaled_mm else operands[-2:]
         shape = (a.shape[0] if a.ndim == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1])
         work, flops = "matmul", 2.0 * math.prod(shape)
     elif packet is _ATTENTION_ON_CPU:

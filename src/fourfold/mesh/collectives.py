@@ -42,6 +42,7 @@ Purpose = Literal[
     "weight",
     "gradient",
     "norm",
+    "scale",  # of float8: the largest magnitudes of rows
     "loss",
     "clip",
     "replica",

@@ -21,19 +21,28 @@ from fourfold.mesh.collectives import Collectives, Kind, Pending, Purpose, by_nu
 _library = torch.library.Library(
     "fourfold", "FRAGMENT"
 )  # without the checks of `custom_op`, which take longer than the rest
-_library.define("start(Tensor sent, int collectives, str kind, str axis, str purpose, int[] shape) -> Tensor")
+_library.define(
+    "start(Tensor sent, int collectives, str kind, str axis, str purpose, int[] shape, bool is_max) -> Tensor"
+)
 _library.define("finish(Tensor handle, Tensor sent, str kind, int[] shape, Tensor[] after) -> Tensor")
 
 
 def _start(
-    sent: Tensor, collectives: int, kind: Kind, axis: Axis, purpose: Purpose, shape: Sequence[int]
+    sent: Tensor,
+    collectives: int,
+    kind: Kind,
+    axis: Axis,
+    purpose: Purpose,
+    shape: Sequence[int],
+    is_max: bool,
 ) -> Tensor:
     """A tensor that stands for the collective, until `finish`."""
     grid = by_number[collectives]
     # Names of modules would make graphs of like blocks differ.
     if kind == "all_reduce":
         result = sent.clone(memory_format=torch.contiguous_format)
-        pending = grid.all_reduce(result, axis, purpose)
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        pending = grid.all_reduce(result, axis, purpose, op)
     else:
         result = sent.new_empty(shape)
         send = grid.all_gather if kind == "all_gather" else grid.reduce_scatter
@@ -85,10 +94,11 @@ class TracedCollectives:
         *,
         module: str = "",
     ) -> Pending:
-        assert op == dist.ReduceOp.SUM
+        is_max = op == dist.ReduceOp.MAX
+        assert is_max or op == dist.ReduceOp.SUM
         if axis is None or self.size(axis) == 1:
             return Pending()
-        return self._started("all_reduce", tensor, tensor, axis, purpose)
+        return self._started("all_reduce", tensor, tensor, axis, purpose, is_max)
 
     def all_gather(
         self, output: Tensor, tensor: Tensor, axis: Axis, purpose: Purpose, *, module: str = ""
@@ -100,11 +110,13 @@ class TracedCollectives:
     ) -> Pending:
         return self._started("reduce_scatter", output, tensor, axis, purpose)
 
-    def _started(self, kind: Kind, output: Tensor, sent: Tensor, axis: Axis, purpose: Purpose) -> Pending:
+    def _started(
+        self, kind: Kind, output: Tensor, sent: Tensor, axis: Axis, purpose: Purpose, is_max: bool = False
+    ) -> Pending:
         if self.size(axis) == 1:
             return copied(output, sent)
         shape = list(output.shape)
-        handle = torch.ops.fourfold.start(sent, self.number, kind, axis, purpose, shape)
+        handle = torch.ops.fourfold.start(sent, self.number, kind, axis, purpose, shape, is_max)
         work = _InGraph(handle, sent, kind, output)
         return Pending(cast(dist.Work, work), wait=work.wait)
 

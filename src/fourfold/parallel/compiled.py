@@ -33,7 +33,8 @@ _SETTINGS = {
 # In the order of the graph, what is between the start of a collective and its end overlaps with it.
 _INDUCTOR: dict[str, Any] = {"reorder_for_peak_memory": False}
 # The matmuls of sharded products.
-_PRODUCTS = {getattr(torch.ops.aten, name).out for name in ("mm", "addmm", "bmm", "baddbmm")}
+_PRODUCTS = {getattr(torch.ops.aten, name).out for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")}
+_PRODUCTS |= {torch.ops.aten._scaled_mm.default}
 _ATTENTION = {torch.ops.higher_order.flex_attention, *OPERATORS}
 
 

@@ -80,8 +80,9 @@ class FusedLinearGroup:
         tokens: Tokens | None = None,
         *,
         defers: bool = False,
+        float8: bool = False,
     ) -> None:
-        self.defers = defers
+        self.defers, self.float8 = defers, float8
         self.grid, self.in_axis, self.out_axis, self.overlap = grid, in_axis, out_axis, overlap
         self.tokens = tokens
         self.members: list[Linear4D] = []
@@ -172,7 +173,13 @@ class FusedLinearGroup:
         self._product = None
         self._mine.results.pop(id(member), None)
         alone = FusedLinearGroup(
-            self.grid, self.in_axis, self.out_axis, self.overlap, self.tokens, defers=self.defers
+            self.grid,
+            self.in_axis,
+            self.out_axis,
+            self.overlap,
+            self.tokens,
+            defers=self.defers,
+            float8=self.float8,
         )
         alone.members, alone.settled = [member], True
         member.group = alone
@@ -216,6 +223,7 @@ class FusedLinearGroup:
             self.overlap,
             self.grid.target,
             self.defers,
+            self.float8,
             "+".join(m.name if i == 0 else m.name.rpartition(".")[2] for i, m in enumerate(members)),
         )
 
@@ -316,6 +324,8 @@ class Linear4D(nn.Module):
         if self._biases:
             biases = self._own_biases()
             output = output + (biases[0] if len(biases) == 1 else torch.cat(biases))
+        if self._used_rows is not None and group.float8:
+            output = self._of_one_rank(output, self._used_rows)
         if self._shared_columns:
             own, shared = output.split(
                 [output.shape[-1] - self._shared_columns, self._shared_columns], dim=-1
@@ -331,6 +341,19 @@ class Linear4D(nn.Module):
             self._dropout.enter(group.out_axis, group.in_axis if cut_twice else None)
         return output
 
+    def _of_one_rank(self, output: Tensor, rows: slice) -> Tensor:
+        """Backward gets the whole gradient of a replicated key/value head, on the first of the x ranks that share it.
+
+        Each has a part of it. A product adds up what it makes of the parts, but in float8 it is not that of their sum.
+        """
+        grid = self.group.grid
+        ranks = grid.x * (rows.stop - rows.start) // self.out_features
+        if grid.coordinate("x") % ranks:
+            output = output.detach() + 0 * output
+        all_heads = nn.functional.pad(output, (rows.start, self.out_features - rows.stop))
+        all_heads = sum_backward(all_heads, grid.collectives, "x", "shared", self.name)
+        return all_heads[..., rows].clone()
+
     def _own_biases(self) -> list[Tensor]:
         """Each rank of ``in_axis`` adds them to different tokens, or adds a part of them to its own features."""
         grid, axis = self.group.grid, self.group.in_axis
@@ -343,4 +366,5 @@ class Linear4D(nn.Module):
 
     def extra_repr(self) -> str:
         axes = f"{self.group.in_axis} -> {self.group.out_axis}"
-        return f"in_features={self.in_features}, out_features={self.out_features}, {axes}"
+        float8 = ", float8" if self.group.float8 else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}, {axes}{float8}"

@@ -12,26 +12,33 @@ features, or nothing:
 Activations that are replicated are the case in which every cut is "whole". An all-reduce sends as many bytes as a
 reduce-scatter and an all-gather, so all cuts cost the same traffic.
 
+In float8 (`float8/operands.py`) the operands of O and dI are quantised after they are gathered; the rest is the same.
+
 The function is complete when it returns; its backward may leave the gradient of the input in flight (`mesh/reductions.py`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives, Pending, Purpose
 from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import await_gradient, put_in_flight
+from fourfold.parallel.float8.operands import Float8, multiply, operands_of_gradient, operands_of_output
 from fourfold.weights.overlap import Overlap
 
 Cut = Literal["tokens", "features", "whole"]
+_Matrix = Tensor | Float8
+_A = TypeVar("_A", bound=_Matrix)
+_B = TypeVar("_B", bound=_Matrix)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Product:
     target: str
     # Return the input's gradient in flight: streamed weights send the gradients of the weights before it is waited for.
     defers: bool
+    float8: bool
     name: str
 
     @functools.cached_property
@@ -86,6 +94,12 @@ class Product:
         if axis is None or cut == "whole" or self.collectives.size(axis) == 1:
             return self.collectives.all_reduce(parts, axis, "activation", module=self.name)
         return self.collectives.reduce_scatter(own, parts, axis, "activation", module=self.name)
+
+    def shared_scales(self, axis: Axis | None) -> Callable[[Tensor], Pending]:
+        """Reduces largest magnitudes, in place, of rows that the ranks of an axis have parts of."""
+        return lambda largest: self.collectives.all_reduce(
+            largest, axis, "scale", dist.ReduceOp.MAX, module=self.name
+        )
 
     def widths(self, weights: Sequence[Tensor]) -> list[int]:
         """The number of output features of each member."""
@@ -167,12 +181,7 @@ def product_gradients(
     input_gradient: Tensor | None = None
     pending = Pending()
     if wants_input and arrived:
-        parts = torch.empty_like(full, memory_format=torch.contiguous_format)
-        each, written = _each(parts), set[int]()
-        for member, gradient in arrived.items():
-            for out, i, block in _terms(gradient, product.blocks(weights, member), len(full)):
-                _multiply(out, block, each[i], first=i not in written)
-                written.add(i)
+        parts = _multiplied_back(product, full, arrived, weights)
         is_cut = product.enter != "whole" and product.out_ranks > 1
         input_gradient = parts.new_empty(input_shape) if is_cut else parts
         pending = product.reduce(input_gradient, parts, product.out_axis, product.enter)
@@ -237,16 +246,20 @@ def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> lis
     interleaving = product.collectives.interleaving
     found: list[Tensor] = []
     in_flight: list[Pending] = []
+    blocks = [product.blocks(weights, member) for member in range(len(product.spans))]
+    left: _Matrix = full
+    right: Sequence[Sequence[_Matrix]] = blocks
+    if product.float8:
+        left, right = operands_of_output(full, blocks, product.shared_scales(product.in_axis))
     for leave, members in product.together:
-        blocks = {m: product.blocks(weights, m) for m in members}
-        widths = [sum(block.shape[0] for block in blocks[m]) for m in members]
+        widths = [sum(block.shape[0] for block in right[m]) for m in members]
         memory, chunks = _outputs(product, members, widths, leave, full)
         # A chunk of the outputs is reduced while the next is multiplied.
         for chunk in chunks:
             for member, rows, out_memory in chunk.products:
                 # [input parts, groups of tokens, rows of each group, features]
-                read = full.unflatten(1, (out_memory.shape[1], -1))[:, :, rows]
-                for out, i, block in _terms(out_memory, blocks[member], len(full)):
+                read = left.unflatten(1, (out_memory.shape[1], -1))[:, :, rows]
+                for out, i, block in _terms(out_memory, right[member], len(full)):
                     _multiply(read[i], block.t(), out, first=i == 0)
             in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
         found += memory
@@ -255,6 +268,25 @@ def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> lis
     for pending in in_flight:
         pending.wait()
     return found
+
+
+def _multiplied_back(
+    product: Product, full: Tensor, gradients: Mapping[int, Tensor], weights: Sequence[Tensor]
+) -> Tensor:
+    """dO W of all members, like ``full``."""
+    parts = torch.empty_like(full, memory_format=torch.contiguous_format)
+    each, written = _each(parts), set[int]()
+    blocks = {member: product.blocks(weights, member) for member in gradients}
+    left: Mapping[int, _Matrix] = gradients
+    right: Mapping[int, Sequence[_Matrix]] = blocks
+    if product.float8:
+        of_rows, of_columns = product.shared_scales(product.out_axis), product.shared_scales(product.in_axis)
+        left, right = operands_of_gradient(gradients, blocks, of_rows, of_columns)
+    for member in gradients:
+        for out, i, block in _terms(left[member], right[member], len(full)):
+            _multiply(out, block, each[i], first=i not in written, is_gradient=True)
+            written.add(i)
+    return parts
 
 
 def outputs_of(
@@ -433,30 +465,38 @@ class _GatherGradients(torch.autograd.Function):
 # -- the matmuls ------------------------------------------------------------------------------------------------------
 
 
-def _terms(parts: Tensor, blocks: Sequence[Tensor], terms: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+def _terms(parts: _A, blocks: Sequence[_B], terms: int) -> Iterator[tuple[_A, int, _B]]:
     """(columns of an output, which part of the input, the piece of a weight between them).
 
     One for each weight of a member, unless the output or the input is cut by its features.
     """
     if len(parts) == 1 and len(blocks) == 1 and terms == 1:
-        yield parts.squeeze(0), 0, blocks[0]
+        yield _each(parts)[0], 0, blocks[0]
         return
-    for part, rows in zip(
-        _each(parts), zip(*(b.chunk(len(parts)) for b in blocks), strict=True), strict=True
-    ):
-        columns = torch.split(part, [r.shape[0] for r in rows], dim=-1)
+    of_parts: Any = zip(*(b.chunk(len(parts)) for b in blocks), strict=True)
+    for part, rows in zip(_each(parts), of_parts, strict=True):
+        columns: Any = part.split([r.shape[0] for r in rows], dim=-1)
         for column, row in zip(columns, rows, strict=True):
             for i, piece in enumerate(row.chunk(terms, dim=1)):
                 yield column, i, piece
 
 
-def _each(parts: Tensor) -> Sequence[Tensor]:
+def _each(parts: _A) -> Sequence[_A]:
     """The parts, to read or to write. A view of all of the memory, where there is one: a graph copies into a part of it."""
-    return [parts.squeeze(0)] if len(parts) == 1 else parts.unbind()
+    found: Any = parts
+    if isinstance(parts, Float8):
+        return [found[i] for i in range(len(parts))]
+    return [found.squeeze(0)] if len(parts) == 1 else found.unbind()
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor, *, first: bool) -> None:
+def _multiply(a: _Matrix, b: _Matrix, out: Tensor, *, first: bool, is_gradient: bool = False) -> None:
     """``out = a b``, or add to what the first product has written; a and out may be several groups of rows."""
+    if isinstance(a, Float8):
+        assert isinstance(b, Float8)
+        for rows, into in [(a, out)] if out.ndim == 2 else [(a[i], out[i]) for i in range(len(a))]:
+            multiply(rows, b, into, first=first, is_gradient=is_gradient)
+        return
+    assert isinstance(b, Tensor)
     if a.ndim == 3 and len(a) > 1:
         by_group = b.expand(len(a), -1, -1)
         if first:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fourfold.parallel.checkpointing import ActivationCheckpointing, weaker
+from fourfold.parallel.float8.choice import Float8Recipe
 from fourfold.weights.api import Accumulation, Precision, Weights, backend_of
 from fourfold.weights.overlap import Overlap
 
@@ -36,6 +37,7 @@ class Options:
     compile: bool | None = False  # None: on GPUs, where the model allows it
     # The inputs of recomputed blocks wait for backward in the memory of the host.
     activation_offloading: bool = False
+    float8: Float8Recipe = "none"
 
     @property
     def checkpointing_words(self) -> str:
@@ -51,6 +53,7 @@ class Options:
             ("activation_checkpointing", ActivationCheckpointing),
             ("weights", Weights),
             ("accumulation", Accumulation),
+            ("float8", Float8Recipe),
         ):
             given, known = getattr(self, name), get_args(values)
             if given not in known:

@@ -19,6 +19,7 @@ from fourfold.mesh.offloading import Copies, Offloading, copies_of
 from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_split
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
+from fourfold.parallel.float8.choice import Float8Recipe, check_device, linears_in_float8
 from fourfold.parallel.loss.cross_entropy import chunk_loss, guard_loss
 from fourfold.parallel.options import (
     ActivationsWanted,
@@ -50,6 +51,7 @@ def parallelize(
     chunked_loss: bool = True,
     compile: bool | None = False,
     activation_offloading: bool = False,
+    float8: Float8Recipe = "none",
     checkpoint: str | Path | None = None,
     seed: int = 0,
 ) -> Report:
@@ -74,6 +76,8 @@ def parallelize(
         chunked_loss: compute the loss of ``labels`` by chunks of tokens, with only a chunk of the logits in memory.
         compile: compile each block by Inductor, as one graph; half-batches do not alternate then. None: on GPUs, if tensor ranks draw no dropout.
         activation_offloading: keep the inputs of recomputed blocks in pinned host memory from forward to backward; for GPUs.
+        float8: of the matmuls of linears in blocks. ``rowwise_with_gw_hp``: outputs and the gradients of inputs in e4m3, with a scale for
+            each row, as in torchao's recipe of that name; the gradients of weights in ``precision``.
         checkpoint: a folder of safetensors.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 
@@ -101,6 +105,7 @@ def parallelize(
         chunked_loss,
         compile,
         activation_offloading,
+        float8,
     )
     report, replays = arrange(model, grid, options, seed=seed if on_meta and checkpoint is None else None)
 
@@ -157,9 +162,16 @@ def arrange(
             "in the one graph of compile=True; use compile=False, or rates of 0"
         )
 
+    in_float8, not_in_float8 = set[str](), list[str]()
+    if options.float8 != "none":
+        check_device(grid, options.precision)
+        in_float8, not_in_float8 = linears_in_float8(model)
+
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
-    replaced = ModuleReplacement(model, grid, dropout, inside, overlap, sequence, weights).run(roles)
+    replaced = ModuleReplacement(model, grid, dropout, inside, overlap, sequence, weights, in_float8).run(
+        roles
+    )
 
     # 3. The loss of logits whose vocabulary is sharded over x, and of a batch that is sharded over z and data.
     guard = guard_loss(model, grid, replaced.vocab_size)
@@ -224,6 +236,8 @@ def arrange(
         why_compiled,
         why_unsplit,
         sum(kind != "none" for kind in checkpointing),
+        len(in_float8),
+        not_in_float8,
     )
     report = compose_report(
         model_name, grid, roles, replaced, options, decisions, caches, dropout is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -15,6 +16,7 @@ from fourfold.hf.roles import GIVEN, Role, family_of, matches
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.dropout import Dropout
+from fourfold.parallel.float8.choice import check_pieces
 from fourfold.parallel.layers import Embedding4D, Norm4D
 from fourfold.parallel.linear import FusedLinearGroup, Linear4D
 from fourfold.parallel.local_views import (
@@ -46,8 +48,8 @@ class Replaced:
 class ModuleReplacement:
     """Replaces every module that has a role by its parallel form, in place.
 
-    ``sequence_roles`` are for sequence-parallel activations. With x = y = 1 every module stays the stock one, and with FSDP2
-    its parameters stay plain tensors.
+    ``sequence_roles`` are for sequence-parallel activations, ``float8`` the linears that compute in it. With x = y = 1 all other
+    modules stay the stock ones, and with FSDP2 parameters stay plain tensors.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class ModuleReplacement:
         overlap: Overlap,
         sequence_roles: SequenceRoles | None,
         weights: Weights,
+        float8: Collection[str],
     ) -> None:
-        self.weights = weights
+        self.weights, self.float8 = weights, float8
         self.plain = weights == "fsdp2" and grid.x * grid.y == 1
         self.model, self.grid, self.dropout, self.inside, self.overlap = model, grid, dropout, inside, overlap
         self.sequence_roles = sequence_roles
@@ -70,7 +73,7 @@ class ModuleReplacement:
         self.out = Replaced()
         # A tied weight is one parameter of several modules, and stays one.
         self.made: dict[tuple[int, tuple[int, ...]], tuple[nn.Parameter, ParameterLayout]] = {}
-        self.siblings: dict[tuple[str, int, Axis | None, Axis | None, bool], FusedLinearGroup] = {}
+        self.siblings: dict[tuple[str, int, Axis | None, Axis | None, bool, bool], FusedLinearGroup] = {}
         # Of stock modules: parameter -> the axes of its gradient. Several parameters of one may have roles of their own.
         self.kept: dict[nn.Module, dict[str, tuple[Axis, ...]]] = {}
         self.checks: dict[nn.Module, dict[str, GradientCheck]] = defaultdict(dict)
@@ -84,6 +87,8 @@ class ModuleReplacement:
                 self.out.vocab_size = linear_shape(module)[1]
             if key is not None:
                 self._keep(role, module, [key])
+            elif keeps_all and role.name in self.float8:
+                self._put(role.name, self._linear(replace(role, in_axis="y", out_axis="x"), module))
             elif keeps_all:
                 self._keep(role, module, [k for k, p in module._parameters.items() if p is not None])
             elif role.in_axis or role.out_axis:
@@ -149,6 +154,17 @@ class ModuleReplacement:
         if role.word == "mla_kv_a_proj":
             parent, _ = self._find(role.name.rsplit(".", 1)[0])
             shared_columns = int(parent.qk_rope_head_dim)  # type: ignore[arg-type]
+        cuts = self.sequence_roles.cuts[role.name] if self.sequence_roles else REPLICATED
+        if role.name in self.float8:
+            in_ranks, out_ranks = self.grid.size(role.in_axis), self.grid.size(role.out_axis)
+            check_pieces(
+                role.name,
+                self.grid,
+                in_features,
+                in_ranks * (out_ranks if cuts.enter == "features" else 1),
+                role.segments or (out_features,),
+                (role.replicated_heads or out_ranks) * (in_ranks if cuts.leave == "features" else 1),
+            )
         return Linear4D(
             role.name,
             parameters,
@@ -160,7 +176,7 @@ class ModuleReplacement:
             shared_columns=shared_columns,
             # Only the loss comes after the head.
             dropout=None if role.head else self.dropout,
-            cuts=self.sequence_roles.cuts[role.name] if self.sequence_roles else REPLICATED,
+            cuts=cuts,
             head=role.head,
         )
 
@@ -172,7 +188,8 @@ class ModuleReplacement:
 
     def _group(self, role: Role, in_features: int, transposed: bool) -> FusedLinearGroup:
         parent = role.name.rsplit(".", 1)[0] if "." in role.name else ""
-        key = (parent, in_features, role.in_axis, role.out_axis, transposed)
+        float8 = role.name in self.float8
+        key = (parent, in_features, role.in_axis, role.out_axis, transposed, float8)
         if key not in self.siblings:
             self.siblings[key] = FusedLinearGroup(
                 self.grid,
@@ -181,6 +198,7 @@ class ModuleReplacement:
                 self.overlap,
                 self.tokens,
                 defers=self.weights == "streamed",
+                float8=float8,
             )
         return self.siblings[key]
 

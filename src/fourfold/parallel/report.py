@@ -30,6 +30,9 @@ class Decisions:
     # Why a batch is not split; None if its halves alternate.
     why_unsplit: str | None
     recomputed_blocks: int
+    # How many linears of blocks compute in float8, and which do not.
+    in_float8: int
+    not_in_float8: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,12 @@ def compose_report(
     notes.append(
         f"blocks: {'compiled' if decisions.is_compiled else 'not compiled'} ({decisions.why_compiled})"
     )
+    if decisions.in_float8:
+        others = len(decisions.not_in_float8)
+        example = f", such as {decisions.not_in_float8[0]}" if others else ""
+        notes.append(
+            f"float8: {options.float8} in {decisions.in_float8} linears of blocks; {others} others{example} and the head in {options.precision}"
+        )
     if decisions.weights != "streamed" and (unused := options.overlap.without_effect(STREAMED_OPTIONS)):
         notes.append(f"{unused} with {decisions.weights} weights; use weights='streamed'")
     if decisions.activations == "replicated" and (

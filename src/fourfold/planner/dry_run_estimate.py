@@ -38,6 +38,7 @@ class Job:
     roles: Mapping[str, str] | None = None
     optimizer: Optimizer = "adamw"
     attention: Attention = "varlen"  # as `dryrun` takes it
+    float8: Any = "none"
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,14 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         activation_offloading=layout.activation_offloading,
         target=job.target,
         optimizer=job.optimizer,
+        float8=job.float8,
     )
     return DryRunEstimate(layout, done.traced, done.left_out)
 
 
-def schedule_of(cluster: Cluster, precision: str, *, is_compiled: bool = False) -> Schedule:
+def schedule_of(
+    cluster: Cluster, precision: str, *, is_compiled: bool = False, float8: str = "none"
+) -> Schedule:
     """Fourfold's overlap on these devices (`weights/overlap.py`), in that precision."""
     on_cpu = cluster.target == "cpu"
     return replace(
@@ -132,6 +136,7 @@ def schedule_of(cluster: Cluster, precision: str, *, is_compiled: bool = False) 
         weight_bytes=4 if precision == "fp32" else 2,
         interleaves=on_cpu and not is_compiled,
         elementwise="compiled" if is_compiled else "eager",
+        float8=float8 != "none",
         fused_optimizer=not on_cpu,
         chunk_bytes=2**20 if on_cpu else FOURFOLD.chunk_bytes,
     )

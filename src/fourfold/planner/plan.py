@@ -20,6 +20,7 @@ from rich.progress import track
 from fourfold.mesh.axes import divisors, factorisations
 from fourfold.optim.kinds import Optimizer
 from fourfold.parallel.checkpointing import KINDS, ActivationCheckpointing
+from fourfold.planner.cost.float8 import check_float8
 from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.dry_run_estimate import Job, describe, refuse_compiled, schedule_of
 from fourfold.planner.inputs import cluster as clusters
@@ -41,6 +42,7 @@ def plan(
     precision: Literal["bf16", "fp32"] | None = None,
     optimizer: Optimizer = "adamw",
     compile: bool | None = None,
+    float8: Literal["none", "rowwise_with_gw_hp"] = "none",
     checkpointing: tuple[ActivationCheckpointing, ...] = KINDS,
     checkpointed_blocks: int | None = None,
     activations: Activations | None = None,
@@ -61,7 +63,8 @@ def plan(
     all; the first ``simulate`` are then simulated over their dry runs, whose memory replaces that of the formulas, and ranked
     by that. ``weights`` and ``precision`` are FSDP2 and bf16 on GPUs, streamed and fp32 on CPUs, unless given;
     ``optimizer`` is that of the run. With ``compile``, which is what GPUs do, element-wise work is that of compiled blocks; a dry run does not
-    follow those, so that they have formulas alone, and None does not compile what is to be simulated. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
+    follow those, so that they have formulas alone, and None does not compile what is to be simulated. ``float8`` is that of the run; it needs
+    devices whose rate in it is published. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
     latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which. With
     ``activation_offloading`` the inputs of blocks that are recomputed are on the host, where a layout recomputes any. ``attention`` is that
     of packed documents, as in a run config.
@@ -86,9 +89,13 @@ def plan(
         refuse_compiled(f"use {how}, or compile=False")
     offloads = activation_offloading and machines.target == "cuda"
     work = precision or machines.precision
+    if float8 != "none":
+        _ = machines.device.best_float8_tflops  # refuses devices without one
+        if workload is not None:
+            check_float8(workload)
     workload = workload and workload.attended(attention, machines.target, work)
     of_dry_run: Attention = "flex" if workload is not None and workload.is_flex else "varlen"
-    job = Job(source, sequences, length, machines.target, work, roles, optimizer, of_dry_run)
+    job = Job(source, sequences, length, machines.target, work, roles, optimizer, of_dry_run, float8)
     if workload is None:
         # Few such modules allow sequence parallelism, and each try is a dry run.
         layouts, rejected = _all_layouts(
@@ -119,7 +126,7 @@ def plan(
                 workload,
                 machines,
                 length,
-                schedule_of(machines, work, is_compiled=compile),
+                schedule_of(machines, work, is_compiled=compile, float8=float8),
                 optimizer=optimizer,
             ),
             ranks,
@@ -160,6 +167,10 @@ def plan(
     notes = list(found.notes)
     if machines.target == "cuda":
         notes.append(f"Blocks are {'compiled' if compile else 'not compiled'} (engine.compile).")
+    if float8 != "none":
+        notes.append(
+            f"Linears of blocks compute in float8 ({float8}); MFU and HFU are parts of the peak in bf16."
+        )
     return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *failed], notes=tuple(notes))
 
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 from fourfold.mesh.axes import divisors, factorisations
 from fourfold.parallel.checkpointing import KINDS, ActivationCheckpointing, weaker
+from fourfold.planner.cost.block import groups_of
+from fourfold.planner.cost.float8 import why_not_float8
 from fourfold.planner.cost.memory import WORK_BYTES, Memory
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster
@@ -144,6 +146,15 @@ def search(
             ways.append(("replicated", True))
         if "sequence-parallel" in activations and x * y > 1 and undivided is None:
             ways += [("sequence-parallel", keep) for keep in keep_inputs]
+        if prices.schedule.float8:
+            for way in list(ways):
+                by_tokens = way[0] == "sequence-parallel"
+                reason = why_not_float8(groups_of(workload, y, x, by_tokens=by_tokens), y, x)
+                if reason is not None:
+                    ways.remove(way)
+                    rejected.append(
+                        Rejected(Layout(data, z, y, x, weights=weights, activations=way[0]), reason)
+                    )
         for micro_batches in divisors(global_batch_sequences // (data * z)):
             tokens = global_batch_sequences // (data * z * micro_batches) * length
             if undivided is not None and "sequence-parallel" in activations:

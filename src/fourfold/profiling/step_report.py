@@ -102,6 +102,7 @@ def save_run(
     compile: bool = False,
     optimizer: str = "adamw",
     activation_offloading: bool = False,
+    float8: str = "none",
 ) -> None:
     """Write the median times of some steps, and the layout, for ``fourfold plan --compare-to``. Call it on one rank.
 
@@ -139,6 +140,7 @@ def save_run(
         "optimizer": optimizer,
         # A loop of one's own has what the model says, unless it took this one.
         "attention": "flex" if getattr(config, "_attn_implementation", None) == FLEX else "varlen",
+        "float8": float8,
         "steps": len(reports),
         "measured": {
             "step_s": median(r.step_s for r in reports),

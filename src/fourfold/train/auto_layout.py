@@ -40,6 +40,7 @@ _INPUTS = attrgetter(
     "engine.precision",
     "engine.compile",
     "engine.activation_offloading",
+    "engine.float8",
     "optimizer.name",
 )
 _CHECKPOINTING = attrgetter("activation_checkpointing", "checkpointed_blocks")
@@ -154,6 +155,7 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
         "compile": engine.compile,
         "activation_offloading": engine.activation_offloading,
         "attention": engine.attention,
+        "float8": engine.float8,
         "optimizer": run.optimizer.name,
         "checkpointing": KINDS if checkpointing == "auto" else (checkpointing,),
         "checkpointed_blocks": engine.checkpointed_blocks,

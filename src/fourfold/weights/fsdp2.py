@@ -93,7 +93,7 @@ class Fsdp2Weights:
         places = [(parameters, key) for parameters, key in self._places[block] if parameters[key] is not None]
         held = [cast(Tensor, parameters[key]) for parameters, key in places]
         # A graph would take DTensors apart at each call.
-        tensors = [local_tensor(p) if isinstance(p, DTensor) else p for p in held]
+        tensors = [local_tensor(p) for p in held]
         with holding(places, tensors):
             return graph()
 
@@ -168,6 +168,8 @@ def _check_output(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):  # x = y = 1
+        return parameter
     return cast(Tensor, _Local.apply(parameter))  # type: ignore[no-untyped-call]
 
 

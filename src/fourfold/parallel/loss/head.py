@@ -253,6 +253,7 @@ def _stock_product(grid: Grid, name: str) -> Product:
         False,
         Overlap(),
         grid.target,
-        False,
-        name,
+        defers=False,
+        float8=False,
+        name=name,
     )

@@ -15,33 +15,16 @@ once, on 1/(x*y) of the tokens, or of the heads if those divide.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from fourfold.planner.cost.collective import Kind
-from fourfold.planner.cost.compute import Kernels, attention_core_s, matmul_s, memory_s
+from fourfold.planner.cost.compute import attention_core_s, matmul_s, memory_s
 from fourfold.planner.cost.elementwise import block_bytes, ends_bytes
-from fourfold.planner.inputs.cluster import Device, Slowdown
-from fourfold.planner.inputs.layout import Schedule
+from fourfold.planner.cost.float8 import casts_s, shared_scales
+from fourfold.planner.cost.linears import Given, Linears, Sharding
+from fourfold.planner.inputs.cluster import Slowdown
 from fourfold.planner.inputs.workload import Workload
-
-Send = Callable[[Kind, str, float], float]  # (kind, axis, payload bytes) -> seconds
-Sharding = Literal["tokens", "features", "whole"]  # over the second axis of an activation
-
-
-class Given(NamedTuple):
-    """The inputs of every timing of a step."""
-
-    tokens: float
-    y: int
-    x: int
-    device: Device
-    kernels: Kernels
-    schedule: Schedule
-    slowdown: Slowdown
-    send: Send
-    by_tokens: bool = False  # sequence-parallel activations
-    keep_inputs: bool = True  # or gather them again in backward, where activations are sequence-parallel
 
 
 class Pass(NamedTuple):
@@ -56,17 +39,6 @@ class Pass(NamedTuple):
     @property
     def compute_s(self) -> float:
         return self.matmul_s + self.attention_s + self.elementwise_s
-
-
-class Linears(NamedTuple):
-    """A group of linears that read one input; sizes are those of the matmul, that is, of the gathered input."""
-
-    inputs: float
-    outputs: tuple[float, ...]
-    in_axis: str
-    out_axis: str
-    input_sharding: Sharding
-    output_shardings: tuple[Sharding, ...]
 
 
 def together_s(compute_s: float, communication_s: float, slowdown: Slowdown) -> float:
@@ -177,7 +149,10 @@ def _matmul_s(features: float, sharding: Sharding, group: Linears, given: Given,
     pieces_out = ranks[group.in_axis] if sharding == "features" else 1
     n, k, tokens = features / pieces_out, group.inputs / pieces_in, given.tokens
     sizes = {"forward": (tokens, n, k), "input": (tokens, k, n), "weight": (n, k, tokens)}[which]
-    return pieces_in * pieces_out * matmul_s(1, *sizes, given.device, given.kernels.matmul_share)
+    float8 = given.schedule.float8 and which != "weight"
+    return (
+        pieces_in * pieces_out * matmul_s(1, *sizes, given.device, given.kernels.matmul_share, float8=float8)
+    )
 
 
 def _replicas(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[tuple[str, float]]:
@@ -222,8 +197,25 @@ def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, P
     forward = forward._replace(attention_s=core[0], elementwise_s=elementwise[0])
     again = again._replace(attention_s=core[0], elementwise_s=elementwise[0])
     backward = backward._replace(attention_s=core[1], elementwise_s=elementwise[1])
+    run_again = groups[:-1] if schedule.stops_early else groups
+    if schedule.float8:
+        forward = _with_casts(forward, casts_s(groups, given, is_backward=False))
+        again = _with_casts(again, casts_s(run_again, given, is_backward=False))
+        backward = _with_casts(backward, casts_s(groups, given, is_backward=True))
     if schedule.interleaves:
         forward, backward, again = (_with_batch_split(one, slowdown) for one in (forward, backward, again))
+    if schedule.float8:
+        for one, its, is_backward in (
+            (forward, groups, False),
+            (again, run_again, False),
+            (backward, groups, True),
+        ):
+            for axis, payload_bytes in shared_scales(its, given, is_backward=is_backward):
+                _add_exposed(one, axis, send("all_reduce", axis, payload_bytes))
+        if x > w.kv_heads:  # the gradients of heads that several x ranks have are summed before they are cast
+            _add_exposed(
+                backward, "x", 2 * send("all_reduce", "x", schedule.weight_bytes * tokens * w.kv_features)
+            )
     if of_q == "features" and of_kv == "whole":
         # Several y ranks use one key/value head: the gradients of k and v are summed over y.
         kv = w.kv_features / min(x, w.kv_heads)
@@ -251,6 +243,10 @@ def _again(groups: list[Linears], given: Given) -> Pass:
     if given.keep_inputs:
         _add_exposed(one, last.out_axis, _gather_s(last.out_axis, last.input_sharding, last.inputs, given))
     return one
+
+
+def _with_casts(one: Pass, seconds: float) -> Pass:
+    return one._replace(elementwise_s=one.elementwise_s + seconds)
 
 
 def _add_exposed(one: Pass, axis: str, seconds: float) -> None:
@@ -296,6 +292,7 @@ def ends_pass(workload: Workload, given: Given) -> Pass:
         alone_y_s = 2 * send("all_reduce", "y", 4 * tokens / x)
     else:
         alone_x_s += send("all_reduce", "x", looked_up_bytes)
+    given = given._replace(schedule=replace(schedule, float8=False))  # the head is not in a block
     # Its gradients are computed in forward, with the loss (parallel/loss/chunked.py): its input is not gathered again.
     one, backward = _forward(head, given), _backward(head, given._replace(keep_inputs=True))
     for axis, alone_s in (("x", alone_x_s), ("y", alone_y_s)):

@@ -36,8 +36,10 @@ class Kernels:
     host_us: float = 0.0  # what the processor that launches needs for a block's forward
 
 
-def matmul_s(batch: int, m: float, n: float, k: float, device: Device, share: float = 1.0) -> float:
-    """``batch`` products of m x k and k x n in bf16.
+def matmul_s(
+    batch: int, m: float, n: float, k: float, device: Device, share: float = 1.0, *, float8: bool = False
+) -> float:
+    """``batch`` products of m x k and k x n in bf16, or of e4m3 to bf16, which reach the same part of their data sheet.
 
     Example:
         >>> from fourfold.planner.inputs.cluster import preset
@@ -47,8 +49,11 @@ def matmul_s(batch: int, m: float, n: float, k: float, device: Device, share: fl
         True
     """
     m, n, k = max(1.0, m), max(1.0, n), max(1.0, k)
-    reached_s = padded_flops(batch, m, n, k, device.multiprocessors) / (device.best_tflops * 1e12 * share)
-    moved_bytes = 2.0 * batch * (m * k + k * n + m * n)
+    best_tflops, operand_bytes = device.best_tflops, 2.0
+    if float8:
+        best_tflops, operand_bytes = device.best_float8_tflops, 1.0
+    reached_s = padded_flops(batch, m, n, k, device.multiprocessors) / (best_tflops * 1e12 * share)
+    moved_bytes = batch * (operand_bytes * (m * k + k * n) + 2.0 * m * n)
     return max(reached_s, memory_s(moved_bytes, device), device.launch_us * 1e-6)
 
 
@@ -124,7 +129,11 @@ def operation_s(operation: Operation, cluster: Cluster) -> float:
     if operation.work == "matmul":
         batch, m, n, k = operation.shape
         per_s = measured.matmul_flops_per_s(m, n, k)
-        seconds = operation.flops / per_s if per_s else matmul_s(batch, m, n, k, device, kernels.matmul_share)
+        float8 = "_scaled_mm" in operation.name
+        if per_s and not float8:
+            seconds = operation.flops / per_s
+        else:
+            seconds = matmul_s(batch, m, n, k, device, kernels.matmul_share, float8=float8)
     elif operation.work == "attention":
         backward = operation.phase == "backward"
         rate = measured.attention_backward_tflops if backward else measured.attention_forward_tflops

@@ -19,10 +19,11 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from fourfold.mesh.axes import AXES
 from fourfold.optim.kinds import Optimizer
-from fourfold.planner.cost.block import Given, Pass, block_passes, ends_pass, together_s
+from fourfold.planner.cost.block import Pass, block_passes, ends_pass, together_s
 from fourfold.planner.cost.collective import Kind, collective_s
 from fourfold.planner.cost.compute import Kernels, host_copy_s, memory_s
 from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
+from fourfold.planner.cost.linears import Given
 from fourfold.planner.cost.memory import Memory, ShardSizes, memory, shard_of
 from fourfold.planner.cost.optimizer import OptimizerTime, muon_time
 from fourfold.planner.inputs.cluster import Cluster, Device

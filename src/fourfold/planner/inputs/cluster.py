@@ -28,11 +28,24 @@ class Device:
     memory_tbps: float
     multiprocessors: int  # that share the tiles of a matmul
     spec_tflops: float | None = None  # dense bf16 of the data sheet; a device without one has no MFU
+    float8_tflops: float | None = (
+        None  # dense e4m3 of the data sheet; on a device without one float8 is not priced
+    )
     launch_us: float = 7.0  # no kernel is shorter (meta-pytorch/autoparallel uses the same floor)
     memory_share: float = 0.85  # of memory_tbps that a large element-wise kernel reaches (Calculon: .90-.95)
     host_gbps: float = 32.0  # to the memory of its host, one direction: PCIe 4.0 with 16 lanes
     # Of host_gbps that a copy of pinned memory reaches; 24.8 GB/s by nvbandwidth on a node of 8 A100, one way at a time.
     host_share: float = 0.78
+
+    @property
+    def best_float8_tflops(self) -> float:
+        """The fastest matmul of e4m3: the same part of the data sheet as in bf16, which is assumed."""
+        if self.float8_tflops is None or self.spec_tflops is None:
+            raise ValueError(
+                f"{self.name} has float8_tflops={self.float8_tflops} and spec_tflops={self.spec_tflops}, and both are needed to price float8 "
+                "on it; use float8='none', or a cluster whose [device] has both"
+            )
+        return self.best_tflops * self.float8_tflops / self.spec_tflops
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ class Schedule:
         False  # a recomputed forward ends before its last linear, whose output backward does not need
     )
     fused_optimizer: bool = True  # AdamW in one pass over the parameters
+    float8: bool = False  # outputs of linears in blocks, and gradients of their inputs, are products in e4m3
     # One kernel for what is between matmuls, one for each operator, or those of Inductor.
     elementwise: Elementwise = "fused"
 

@@ -41,6 +41,7 @@ class Run:
     compile: bool = False
     optimizer: Optimizer = "adamw"
     attention: Attention = "varlen"  # of the run config
+    float8: str = "none"
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ def read_run(path: str | Path) -> Run:
         bool(said.get("compile", False)),
         said.get("optimizer", "adamw"),
         said.get("attention", "varlen"),
+        said.get("float8", "none"),
     )
 
 
@@ -124,7 +126,17 @@ def _simulation(run: Run, target: str) -> Predict:
     workload = describe(run.model)[1]
     workload = workload and workload.attended(run.attention, target, run.precision)
     attention: Attention = "flex" if workload is not None and workload.is_flex else "varlen"
-    job = Job(run.model, run.sequences, run.length, target, run.precision, None, run.optimizer, attention)
+    job = Job(
+        run.model,
+        run.sequences,
+        run.length,
+        target,
+        run.precision,
+        None,
+        run.optimizer,
+        attention,
+        run.float8,
+    )
     dry_run = estimate_by_dry_run(job, run.layout)
     return lambda cluster: as_estimate(dry_run, job, workload, cluster)
 
@@ -136,7 +148,7 @@ def _formulas(run: Run, target: str) -> Predict:
     workload = workload.attended(run.attention, target, run.precision)
 
     def predict(cluster: Cluster) -> Estimate:
-        schedule = schedule_of(cluster, run.precision, is_compiled=run.compile)
+        schedule = schedule_of(cluster, run.precision, is_compiled=run.compile, float8=run.float8)
         prices = Prices(workload, cluster, run.length, schedule, optimizer=run.optimizer)
         return estimate_with(prices, run.layout, run.sequences)
 

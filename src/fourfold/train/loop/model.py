@@ -55,6 +55,7 @@ def build_model(
         weights=engine.weights,
         compile=engine.compile,
         activation_offloading=engine.activation_offloading,
+        float8=engine.float8,
         overlap=Overlap(keep_bytes=engine.keep_weights_bytes, keep_inputs=engine.keep_inputs),
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
         seed=seed,

@@ -120,6 +120,7 @@ def compare_with_prediction(
         metadata.get("compiled", False),
         config["optimizer"]["name"],
         config["engine"].get("attention", "varlen"),
+        config["engine"].get("float8", "none"),
     )
     try:
         machines = clusters.load(cluster)

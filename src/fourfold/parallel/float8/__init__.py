@@ -1,0 +1,1 @@
+"""Matmuls in float8."""
