@@ -107,9 +107,7 @@ def test_the_same_number_of_ranks_keeps_its_layout(run: RunConfig) -> None:
     assert (kept.grid, kept.batch, kept.engine) == (other.grid, other.batch, other.engine)
     assert layout_of_checkpoint(run, 8) is None
     masked = run.model_copy(update={"engine": run.engine.model_copy(update={"attention": "masked"})})
-    found = layout_of_checkpoint(masked, 4)
-    assert found is not None
-    assert found.engine.attention == "masked"  # not of the layout: the run config's
+    assert layout_of_checkpoint(masked, 4) is None  # its masks need memory: another layout may be the best
     asked = {
         "activations": "replicated" if kept.engine.activations == "sequence-parallel" else "sequence-parallel"
     }

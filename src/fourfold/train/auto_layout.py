@@ -38,6 +38,7 @@ _INPUTS = attrgetter(
     "sequences",
     "data.sequence_length",
     "engine.precision",
+    "engine.attention",
     "engine.compile",
     "engine.activation_offloading",
     "engine.float8",
