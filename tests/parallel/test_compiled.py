@@ -69,6 +69,7 @@ def compare(shape: Shape, kind: str, changes: dict[str, Any], options: dict[str,
         pytest.param((2, 1, 1, 1), "gpt2", {}, {"weights": "streamed", "accumulation": "sharded", "overlap": SMALL}, marks=pytest.mark.nightly),
         pytest.param((1, 2, 2, 2), "llama", {}, {"weights": "streamed", "activation_checkpointing": "selective", "overlap": SMALL}, marks=pytest.mark.nightly),
         pytest.param((1, 1, 2, 1), "gemma2", {}, {"precision": "bf16"}, marks=pytest.mark.nightly),
+        pytest.param((1, 1, 1, 2), "llama", {}, {"float8": "rowwise_with_gw_hp", "activation_checkpointing": "selective"}, marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_one_graph_with_the_same_bits(
