@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+)
 
 from benchmarks import export as round_trips
 from benchmarks.memory import resident_mb
@@ -21,8 +28,11 @@ from fourfold.cli.main import main
 from fourfold.config import run_file
 from fourfold.data.manifest import DatasetManifest
 from fourfold.data.prepare import Settings, prepare
+from fourfold.data.tokenizer import load_tokenizer
 from fourfold.export import export
+from fourfold.export import tokenizer as tokenizers
 from fourfold.export.folder import _generation
+from fourfold.export.model_card import _use
 from fourfold.train.loop.trainer import Trainer
 from fourfold.train.observe.evaluate import Evaluation
 from fourfold.train.observe.metrics import JsonLines
@@ -246,6 +256,20 @@ def test_export_includes_the_tokenizer_and_a_model_card(pool: RankPool, tmp_path
     (tmp_path / "logs" / "metrics.jsonl").unlink()
     export(tmp_path / "run", tmp_path / "bare")
     assert "## Loss" not in (tmp_path / "bare" / "README.md").read_text()
+
+
+def test_a_tokenizer_that_transformers_would_replace_is_noted(tmp_path: Path) -> None:
+    """For Qwen2 it takes a class of its own, which splits text in another way, whatever the folder says."""
+    text = as_jsonl(corpus(8), tmp_path / "text.jsonl")
+    prepare(tmp_path / "data", [str(text)], Settings(train_vocab_size=300), processes=1)
+    tokenizer = load_tokenizer(str(tmp_path / "data" / "tokenizer"))
+    assert tokenizers.why_not_auto(tokenizer, LlamaConfig().to_dict()) is None
+    why = tokenizers.why_not_auto(tokenizer, Qwen2Config().to_dict())
+    assert why is not None
+    assert "as Qwen2Tokenizer, which gives other token ids" in why
+    card = _use("PreTrainedTokenizerFast")
+    assert "import AutoModelForCausalLM, PreTrainedTokenizerFast" in card
+    assert 'PreTrainedTokenizerFast.from_pretrained("path/to/this/folder")' in card
 
 
 def test_pretrained_generation_settings_are_kept_or_missed_with_a_note(tmp_path: Path) -> None:

@@ -74,7 +74,13 @@ def export(
         if values["model"] is not None and (generation := _generation(values, chosen, notes)):
             files.append(GENERATION)
             folder.write(GENERATION, [dump_json(generation)])
-        card = model_card(values, weights, tokenizer_info(chosen).fingerprint if chosen is not None else None)
+        loader = "AutoTokenizer"
+        model = values["model"]
+        if chosen is not None and model is not None and (why := tokenizers.why_not_auto(chosen, model)):
+            notes.append(why)
+            loader = "PreTrainedTokenizerFast"
+        fingerprint = tokenizer_info(chosen).fingerprint if chosen is not None else None
+        card = model_card(values, weights, fingerprint, loader)
         files.append(CARD)
         folder.write(CARD, [card.encode()])
         # Last: where folders cannot be renamed, from_pretrained loads no folder without it.

@@ -25,15 +25,15 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"){line}
 """
 
 
-def model_card(values: dict[str, Any], weights: Weights, tokenizer: str | None) -> str:
-    """README.md of an exported folder; ``tokenizer`` is a fingerprint. Unknown facts are left out."""
+def model_card(values: dict[str, Any], weights: Weights, tokenizer: str | None, loader: str) -> str:
+    """README.md of an exported folder. ``tokenizer`` is a fingerprint, ``loader`` its class in transformers. Unknown facts are left out."""
     architecture = value_at(values, "model", "architectures")
     name = architecture[0] if architecture else "A model"
     parts = [
         HEAD if values["model"] is not None else "",
         f"# {_cell(name)}, step {values['step']}\n",
         "Trained with Fourfold. This page was written from the checkpoint and the log of the run.\n",
-        _use(tokenizer is not None) if values["model"] is not None else "",
+        _use(loader if tokenizer is not None else None) if values["model"] is not None else "",
         _section("Model", _model(values["model"], weights, tokenizer)),
         _section("Training", _training(values)),
         _section("Loss", _losses(values)),
@@ -43,11 +43,11 @@ def model_card(values: dict[str, Any], weights: Weights, tokenizer: str | None) 
     return "\n".join(part for part in parts if part)
 
 
-def _use(with_tokenizer: bool) -> str:
-    if not with_tokenizer:
+def _use(loader: str | None) -> str:
+    if loader is None:
         return USE.format(more="", line="")
-    line = '\ntokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'
-    return USE.format(more=", AutoTokenizer", line=line)
+    line = f'\ntokenizer = {loader}.from_pretrained("path/to/this/folder")'
+    return USE.format(more=f", {loader}", line=line)
 
 
 # -- sections ------------------------------------------------------------------------------------------------------

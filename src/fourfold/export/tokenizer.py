@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from fourfold.checkpoint.folder import Folder
 from fourfold.data.tokenizer import load_tokenizer
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_MAKE_IDS = ("normalizer", "pre_tokenizer", "model")  # the parts of a tokenizer that turn text into ids
 Name = str | os.PathLike[str]
 
 
@@ -27,6 +29,34 @@ def write(tokenizer: Any, out: Folder) -> list[str]:
         for file in files:
             out.write(file.name, [file.read_bytes()])
         return [file.name for file in files]
+
+
+def why_not_auto(tokenizer: Any, config: dict[str, Any]) -> str | None:
+    """Why `AutoTokenizer` does not load this tokenizer from a folder with this ``config.json``; None if it does.
+
+    For some model types it takes the type's own class, whatever the folder says, and that class replaces how text is split.
+    """
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        Path(folder, "config.json").write_text(json.dumps(config))
+        try:
+            loaded = AutoTokenizer.from_pretrained(folder)
+            if _parts(loaded) == _parts(tokenizer):
+                return None
+            found = f"as {type(loaded).__name__}, which gives other token ids than the run's data has"
+        except (OSError, ValueError) as error:
+            found = f"not at all: {str(error).splitlines()[0]}"
+    return (
+        f"AutoTokenizer loads the tokenizer of a {config.get('model_type')} folder {found}; load it with "
+        "PreTrainedTokenizerFast.from_pretrained"
+    )
+
+
+def _parts(tokenizer: Any) -> list[Any]:
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    return [parts[name] for name in _MAKE_IDS]
 
 
 def find(named: Name | None, sources: list[dict[str, Any]], rows: Any) -> tuple[Any, list[str]]:

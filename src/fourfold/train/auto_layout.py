@@ -9,6 +9,7 @@ ranks keeps the layout of the newest checkpoint, without waiting for the planner
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,12 @@ def resume_or_choose_layout(run: RunConfig, ranks: int) -> RunConfig:
     errors: list[ValueError] = []
     for used in range(ranks, max(0, ranks - MAX_IDLE - 1), -1):
         try:
-            return choose_layout(run, used)
+            chosen = choose_layout(run, used)
+            if errors:
+                print(
+                    f"fourfold: only {used} of {ranks} ranks train: {errors[0]}", file=sys.stderr, flush=True
+                )
+            return chosen
         except UndividedEvaluation as error:
             if not is_restart:  # idle ranks cost more than another number of samples
                 raise
