@@ -1,9 +1,10 @@
 """How much host time does a transformer block take?
 
 On a GPU the host has to start the kernels of a block in less time than they run. Here the arithmetic is next to nothing
-(hidden 64, a few tokens; with 256 it was a third of the time of a compiled block) and nothing is sent (the `fake` back end), so what is measured is the host: CPU time of forward
-and backward of one Llama block in fp32, the difference between a model of 10 blocks and one of 2. Each way has a process of
-its own; they are measured in turns, and a ratio is the median of those of the rounds.
+(hidden 64 and a few tokens; with 256 it was a third of a compiled block's time), and nothing is sent (the `fake` back end).
+So what is measured is the host: CPU time of forward and backward of one Llama block in fp32, the difference between a model
+of 10 blocks and one of 2. Each way has a process of its own; they are measured in turns, and a ratio is the median of those
+of the rounds.
 
     stock                        the Hugging Face block
     FSDP2                        bare `fully_shard` over 2 ranks
