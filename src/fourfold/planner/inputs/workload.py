@@ -24,8 +24,8 @@ _NOT_ROTATED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt", "bloom", "mpt
 # The names of each size in several families.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "vocabulary": ("vocab_size",),
     "positions": ("n_positions",),
@@ -72,6 +72,8 @@ _KEPT_MORE = {
     "persimmon": KeptMore(hidden=(-2, 1)),
     "nemotron": KeptMore(hidden=(-2, 0), q=(0, 1)),
     "biogpt": KeptMore(hidden=(-2, 0)),
+    "gpt_neo": KeptMore(hidden=(-2, 1), scores=(2, -1)),
+    "falcon": KeptMore(hidden=(5, -5)),
 }
 # Of families whose attention is FlexAttention on GPUs (`hf/flex_attention.py`), for its soft cap: what is kept with it.
 _KEPT_BY_FLEX = {"gemma2": KeptMore(hidden=(6, -2))}
