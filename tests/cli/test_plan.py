@@ -237,9 +237,12 @@ def test_offloading_is_priced_when_it_is_asked_for(run_config, capsys, tmp_path)
         assert all(e["layout"]["activation_offloading"] == bool(more) for e in ranked)
     assert fitting[1] == fitting[2] > fitting[0]
     assert "inputs offloaded" in capsys.readouterr().out
-    assert main([*words, "--activation-offloading", "--write", str(run_config)]) == 0
-    assert ", activation_offloading = true into" in capsys.readouterr().out
-    assert load_run(run_config).engine.activation_offloading
+    before = run_config.read_text()
+    for more in (["--activation-offloading"], ["--set", "engine.activation_offloading=true"]):
+        run_config.write_text(before)
+        assert main([*words, *more, "--write", str(run_config)]) == 0
+        assert ", activation_offloading = true into" in capsys.readouterr().out
+        assert load_run(run_config).engine.activation_offloading
 
 
 def test_a_plan_for_another_batch_is_not_written(config, run_config, capsys):
@@ -249,6 +252,18 @@ def test_a_plan_for_another_batch_is_not_written(config, run_config, capsys):
     words = ["plan", str(run_config), "--cluster", "dgx-h100", "--gpus", "256", "--precision", "fp32"]
     assert main([*words, "--write", str(run_config)]) == 2
     assert "has engine.precision=bf16, and the plan is for fp32" in capsys.readouterr().err
+    words = [
+        "plan",
+        str(run_config),
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "256",
+        "--set",
+        "optimizer.name=muon",
+    ]
+    assert main([*words, "--write", str(run_config)]) == 2
+    assert "has optimizer.name=adamw, and the plan is for muon" in capsys.readouterr().err
     assert run_config.read_text() == before
 
 

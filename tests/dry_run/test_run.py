@@ -13,6 +13,7 @@ from benchmarks import dryrun as benchmark
 from fourfold.cli.main import main
 from fourfold.dry_run.events import Operation, Start, Wait
 from fourfold.dry_run.run import DryRun, dryrun
+from fourfold.errors import UnsupportedError
 from fourfold.optim import adamw_bf16
 from fourfold.parallel.loss import chunk_size
 
@@ -383,3 +384,9 @@ def test_sinks_are_followed_without_scores():
     )
     assert "FlexAttention" in flex.report.notes[-1]
     assert masked.peak.bytes > flex.peak.bytes + 2 * 4 * 512 * 512  # scores of four heads
+
+
+def test_an_attention_that_the_model_cannot_have_is_rejected():
+    sinks = GraniteSWAConfig(**config(num_hidden_layers=2).to_dict() | {"model_type": "granite_swa"})
+    with pytest.raises(UnsupportedError, match="needs another attention than 'varlen'"):
+        dryrun(sinks, (1, 1, 1, 1), sequences=1, length=64, attention="varlen")

@@ -219,3 +219,20 @@ def test_a_grid_that_is_not_set_uses_the_ranks_of_the_job(run, capsys):
     assert "8 ranks get data=1 z=8 y=1 x=1 (all ranks on z)" in said.err
     assert main([*launch, "--nodes", "5", "--ranks-per-node", "3"]) == 2
     assert "do not divide over 15 ranks" in capsys.readouterr().err
+
+
+def test_relative_paths_start_at_the_folder_of_the_job(tmp_path, capsys, monkeypatch):
+    folder, elsewhere = tmp_path / "job", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    values = write_run(folder)
+    values["model"]["pretrained"] = "model"
+    values["data"]["sources"] = [{"path": "data"}]
+    values["grid"] = {"z": 2}
+    (folder / "run.toml").write_text(to_toml(values))
+    monkeypatch.chdir(elsewhere)
+    launch = ["launch", "slurm", "../job/run.toml", "--nodes", "1", "--ranks-per-node", "2", "--print"]
+    assert main([*launch, "--folder", str(folder)]) == 0
+    assert "on this machine" not in capsys.readouterr().err
+    assert main(launch) == 0
+    assert "data is not a prepared data set on this machine" in capsys.readouterr().err

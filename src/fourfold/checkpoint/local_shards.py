@@ -152,7 +152,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 if stored.properties.dtype != shard.local.dtype:
                     raise ValueError(
                         f"{name} is {stored.properties.dtype} in the checkpoint, but {shard.local.dtype} here; build the model "
-                        "and its optimizer in the dtypes of the checkpoint"
+                        "and its optimizer in the dtypes of the checkpoint (in a run config: optimizer.name)"
                     )
             needed = sum(shard.local.numel() for shard in held.shards)
             if planned[name] != needed:

@@ -97,7 +97,7 @@ def _network() -> Iterator[str]:
     yield f"{socket.gethostname()}: {', '.join(names) or 'loopback alone'}"
     cards = Path("/sys/class/infiniband")
     found = sorted(path.name for path in cards.iterdir()) if cards.exists() else []
-    yield f"InfiniBand and RoCE: {', '.join(found) or 'none, so NCCL uses TCP between nodes'}"
+    yield f"InfiniBand and RoCE: {', '.join(found) or 'none, so NCCL uses TCP between nodes, unless a plugin for the network is loaded (Slingshot, EFA)'}"
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"):
         if name in os.environ:
             yield f"{name}={os.environ[name]}"

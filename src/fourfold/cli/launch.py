@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,8 @@ def slurm(options: argparse.Namespace) -> int:
     from fourfold.launch.slurm import SlurmJob, render, submit
     from fourfold.launch.world import train_command
 
-    config, world = _checked(options, plans_here=True)
     folder = options.folder.resolve()
+    config, world = _checked(options, folder)
     logs = folder / (options.logs or config.logging.folder)
     common = _given(options, "time", "partition", "account", "constraint")
     job = SlurmJob(
@@ -160,7 +161,7 @@ def kubernetes(options: argparse.Namespace) -> int:
     from fourfold.launch.kubernetes import KubernetesJob, manifest
 
     # The model and the cluster file may be on the volume: then the planner runs when the job starts.
-    config, world = _checked(options, plans_here=False)
+    config, world = _checked(options)
     claim, _, path = (options.claim or "").partition(":")
     path = path or "/data"
     _check_checkpoints_persist(config.checkpoints.folder, Path(path) if claim else None, options.folder)
@@ -184,8 +185,9 @@ def kubernetes(options: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(options: argparse.Namespace, *, plans_here: bool) -> tuple[Any, Any]:
-    """The run config and its world; errors are raised before the job waits in a queue."""
+def _checked(options: argparse.Namespace, folder: Path | None = None) -> tuple[Any, Any]:
+    """The run config and its world; errors are raised before the job waits in a queue. ``folder``: where its relative paths
+    start, if it is on this machine."""
     from fourfold.config.run_file import load_run
     from fourfold.launch.world import world_of
 
@@ -202,12 +204,14 @@ def _checked(options: argparse.Namespace, *, plans_here: bool) -> tuple[Any, Any
         ranks_per_node=options.ranks_per_node,
         gpus_per_node=options.gpus_per_node,
     )
-    if plans_here:
-        _check_data(config)
-    if grid.auto and (plans_here or grid.cluster is None):
+    if folder is not None:
+        with chdir(folder):
+            _check_data(config)
+    if grid.auto and (folder is not None or grid.cluster is None):
         from fourfold.train.auto_layout import choose_layout  # torch takes seconds to import
 
-        chosen = choose_layout(config, world.ranks).grid
+        with chdir(folder or Path.cwd()):
+            chosen = choose_layout(config, world.ranks).grid
         how = f"planned for {grid.cluster}" if grid.cluster else "all ranks on z"
         print(
             f"the run config sets no grid; {world.ranks} ranks get data={chosen.data} z={chosen.z} y={chosen.y} "

@@ -129,14 +129,18 @@ def run(options: argparse.Namespace) -> int:
         return 0
     asked = _Asked.of(options)
     cluster = clusters.load(asked.cluster)
-    wanted = asked.options.pop("compile", None)
+    wanted = asked.options.get("compile")
     if options.trace and wanted:
         refuse_compiled("leave out --trace or --compile")
     # Dry runs, which are simulated and traced, do not follow compiled blocks.
     can_compile = cluster.target == "cuda" and not options.simulate and not options.trace
     is_compiled = can_compile if wanted is None else wanted
     plan = make_plan(
-        asked.model, cluster, asked.gpus, **asked.options, compile=is_compiled, simulate=options.simulate
+        asked.model,
+        cluster,
+        asked.gpus,
+        **{**asked.options, "compile": is_compiled},
+        simulate=options.simulate,
     )
     workload = describe(asked.model)[1]
     assert workload is not None
@@ -167,7 +171,7 @@ def run(options: argparse.Namespace) -> int:
         write_page(options.html, plan, cluster, title)
         print(f"wrote {options.html}")
     if options.trace:
-        attention: Attention = "flex" if workload.is_flex else "varlen"
+        attention: Attention | None = "flex" if workload.is_flex else None
         job = Job(
             asked.model, sequences, length, cluster.target, precision, None, optimizer, attention, float8
         )
@@ -176,8 +180,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"wrote {options.trace}: open it in ui.perfetto.dev")
     if options.write:
         names = ("compile", "activation_offloading")
-        asked_for = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-        print(_write(options.write, plan, sequences, length, precision, asked_for, float8=float8))
+        asked_for = {name: asked.options[name] for name in names if asked.options.get(name) is not None}
+        planned_for = {"engine.precision": precision, "engine.float8": float8, "optimizer.name": optimizer}
+        print(_write(options.write, plan, sequences, length, asked_for, planned_for))
     return 0
 
 
@@ -291,12 +296,13 @@ def _write(
     plan: Plan,
     sequences: int,
     length: int,
-    precision: str,
     asked_for: dict[str, bool],
-    *,
-    float8: str,
+    planned_for: dict[str, str],
 ) -> str:
-    """Write the fastest layout into a run config that was planned, and the options that it was planned for; what was written."""
+    """Write the fastest layout into a run config that was planned, and what was ``asked_for``; what was written.
+
+    What it was ``planned_for`` besides has to be in the run config already.
+    """
     from fourfold.config.edit import with_fields
     from fourfold.train.auto_layout import fastest, layout_fields, without_layout
 
@@ -306,11 +312,11 @@ def _write(
             f"{file} has a batch of {run.sequences} x {run.data.sequence_length} tokens, and the plan is for {sequences} x "
             f"{length}; plan the run config itself: fourfold plan {file}"
         )
-    for name, planned_for in (("precision", precision), ("float8", float8)):
-        if getattr(run.engine, name) != planned_for:
+    for field, wanted in planned_for.items():
+        section, name = field.split(".")
+        if (own := getattr(getattr(run, section), name)) != wanted:
             raise ValueError(
-                f"{file} has engine.{name}={getattr(run.engine, name)}, and the plan is for {planned_for}; set it in {file}, "
-                "and plan again"
+                f"{file} has {field}={own}, and the plan is for {wanted}; set it in {file}, and plan again"
             )
     planned = without_layout(run)
     best = fastest(planned, plan).layout

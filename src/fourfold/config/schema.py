@@ -217,7 +217,7 @@ class EngineSection(Section):
     compile: bool | None = None
     """Compile each block as one graph (torch.compile); on CPUs it needs a C++ compiler; on GPUs it is done unless set, if tensor ranks draw no dropout."""
     float8: Literal["none", "rowwise_with_gw_hp"] = "none"
-    """Matmuls of the linears in blocks: all in precision (none), or outputs and gradients of inputs in e4m3 with a scale for each row, and gradients of weights in precision (rowwise_with_gw_hp); on GPUs with precision bf16 and compute capability 8.9."""
+    """Matmuls of the linears in blocks: all in precision (none), or outputs and gradients of inputs in e4m3 with a scale for each row, and gradients of weights in precision (rowwise_with_gw_hp); on GPUs with precision bf16 and compute capability 8.9 or newer."""
 
     @property
     def is_open(self) -> bool:

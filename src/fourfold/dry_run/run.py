@@ -95,7 +95,7 @@ def dryrun(
     sequences: int,
     length: int,
     micro_batches: int = 1,
-    attention: Attention = "varlen",
+    attention: Attention | None = None,
     optimizer: Optimizer = "adamw",
     target: str = "cuda",
     rank: int = 0,
@@ -107,8 +107,7 @@ def dryrun(
 
     ``model`` is built on ``meta``, or a Hugging Face configuration or its dict, or the path of its ``config.json``. ``sequences``
     of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
-    ``target`` devices. ``attention`` is that of packed documents, as in a run config; "varlen" also holds for rows that are not
-    packed. The other options are those of `parallelize`. Of what is alike only a few are traced, unless ``trace_all``: blocks,
+    ``target`` devices. ``attention`` is that of packed documents, as in a run config; None: rows are not packed. The other options are those of `parallelize`. Of what is alike only a few are traced, unless ``trace_all``: blocks,
     micro-batches, chunks of the loss. Raises what the real start would raise.
 
     Example:
@@ -119,7 +118,7 @@ def dryrun(
     module = as_module(model)
     options = Options(precision=precision, **options_of_parallelize)
     note = ""
-    if attention != "varlen":
+    if attention is not None:
         note = use_packed_attention(module, attention, target, precision, is_compiled=bool(options.compile))
     used = module.config._attn_implementation if note else None  # type: ignore[union-attr]
     is_masked = bool(note) and used not in (NAME, FLEX)

@@ -37,7 +37,7 @@ class Job:
     precision: Any = "bf16"
     roles: Mapping[str, str] | None = None
     optimizer: Optimizer = "adamw"
-    attention: Attention = "varlen"  # as `dryrun` takes it
+    attention: Attention | None = None  # as `dryrun` takes it
     float8: Any = "none"
 
 

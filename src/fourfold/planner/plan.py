@@ -94,7 +94,7 @@ def plan(
         if workload is not None:
             check_float8(workload)
     workload = workload and workload.attended(attention, machines.target, work)
-    of_dry_run: Attention = "flex" if workload is not None and workload.is_flex else "varlen"
+    of_dry_run: Attention | None = "flex" if workload is not None and workload.is_flex else None
     job = Job(source, sequences, length, machines.target, work, roles, optimizer, of_dry_run, float8)
     if workload is None:
         # Few such modules allow sequence parallelism, and each try is a dry run.

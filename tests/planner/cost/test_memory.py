@@ -191,7 +191,9 @@ def of_family(family: str) -> PreTrainedConfig:
     }
     known = AutoConfig.for_model(family).to_dict()
     values = {name: value for names, value in sizes.items() for name in names if name in known}
-    if family == "gpt_neo":  # each block has a mask of positions x positions, which would be the most of a small model
+    if (
+        family == "gpt_neo"
+    ):  # each block has a mask of positions x positions, which would be the most of a small model
         values["max_position_embeddings"] = LENGTH
     values |= {
         name: 0 if name.endswith("_token_id") else 0.0
@@ -206,10 +208,7 @@ def of_family(family: str) -> PreTrainedConfig:
     [
         "qwen3",
         "gemma2",
-        *(
-            pytest.param(family, marks=pytest.mark.nightly)
-            for family in sorted({*_GATED, *_UNGATED})
-        ),
+        *(pytest.param(family, marks=pytest.mark.nightly) for family in sorted({*_GATED, *_UNGATED})),
     ],
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

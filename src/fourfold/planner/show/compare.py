@@ -125,7 +125,7 @@ def compare(run: Run, cluster: Cluster) -> Comparison:
 def _simulation(run: Run, target: str) -> Predict:
     workload = describe(run.model)[1]
     workload = workload and workload.attended(run.attention, target, run.precision)
-    attention: Attention = "flex" if workload is not None and workload.is_flex else "varlen"
+    attention: Attention | None = "flex" if workload is not None and workload.is_flex else None
     job = Job(
         run.model,
         run.sequences,

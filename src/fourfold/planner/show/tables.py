@@ -185,6 +185,8 @@ def _kind_of(reason: str) -> str:
         return "too large for the memory"
     if reason.startswith("the dry run"):
         return "rejected by the dry run"
+    if "in float8" in reason:
+        return "features of a matmul are not a multiple of 16, as float8 needs them"
     what, _, whom = reason.partition(" does not divide ")
     if not whom:
         what, _, whom = reason.partition(" is not a multiple of ")
