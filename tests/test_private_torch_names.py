@@ -27,6 +27,7 @@ NAMES = {
     "torch._C._distributed_c10d": "the flight recorders, in the report of a hang",
     "torch._C._distributed_c10d.FakeWork": "a collective that is done at once, in a dry run",
     "torch._C._distributed_c10d._dump_fr_trace_json": "the flight recorder's collectives, in the report of a hang",
+    "torch._functorch.config": "a cache whose key does not have what a compiled block does",
     "torch._dynamo": "a setting for the trace of a recomputed block",
     "torch._assert_async": "check token ids without waiting for the device",
     "torch._foreach_copy_": "copy many tensors in one call",

@@ -24,7 +24,7 @@ from fourfold.parallel import compiled
 from tests.hf.test_packed_attention import WINDOW, one_by_one, positions, tokens
 from tests.models import LLAMA_LIKE, VOCABULARY, assert_shards_close, gradients, local_gradients
 
-WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 # Large scores and a small soft cap, which shows.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {
@@ -208,7 +208,9 @@ def on_a_grid(shape: tuple[int, int, int, int], family: str, options: dict[str, 
     # As on CUDA it is compiled, also where blocks are not: its formulas are wrong in a recomputed region that is not.
     graph = torch.compile(pytorch.flex_attention, backend="aot_eager", fullgraph=True, dynamic=False)
     grid = Grid.create(shape)
-    stock, model = small(family), small(family)
+    # Two layers of each kind, which share a graph.
+    layers = {"num_hidden_layers": 4, "layer_types": WINDOWS["layer_types"] * 2}
+    stock, model = small(family, **layers), small(family, **layers)
     set_attention(model, FLEX)
     ids = tokens()[[0, 1, 2, 0]][:, :16]
     rows = grid.local_rows(4)
@@ -236,7 +238,7 @@ def on_a_grid(shape: tuple[int, int, int, int], family: str, options: dict[str, 
         # Without gradients in the forward before half-batches, and with them.
         ((1, 1, 1, 2), "gemma2", {"weights": "streamed", "activation_checkpointing": "full"}, 4),
         ((1, 2, 1, 1), "gpt_oss", {"weights": "fsdp2", "activation_checkpointing": "full"}, 2),
-        ((1, 2, 1, 1), "granite_swa", {"compile": True, "activation_checkpointing": "full"}, 2),
+        ((1, 2, 1, 1), "granite_swa", {"compile": True, "activation_checkpointing": "full"}, 4),
     ],
 )  # fmt: skip
 def test_packed_rows_on_a_grid(

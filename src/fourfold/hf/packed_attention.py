@@ -23,6 +23,7 @@ from fourfold.hf.flex_attention import LARGEST_HEAD, SMALLEST_HEAD, attend
 
 Attention = Literal["auto", "varlen", "flex", "masked"]
 NAME, FLEX, _PROBE = "fourfold_packed", "fourfold_flex", "fourfold_probe"
+_WINDOW = "_fourfold_window"
 _QUERIES = 512  # of a block of a sliding window, where a mask is needed
 # What modules pass to an attention function: what this one uses, and what does not change a result.
 _KNOWN = {
@@ -237,11 +238,16 @@ def set_attention(model: nn.Module, name: str) -> None:
 
 def _window_of(module: nn.Module) -> int | None:
     """The sliding window of a layer by the model's configuration."""
+    if torch.compiler.is_compiling() and _WINDOW in module.__dict__:
+        # As in the first forward. A graph that reads the number of its layer would be that of one layer.
+        return cast("int | None", module.__dict__[_WINDOW])
     config: Any = getattr(module, "config", None)
     kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds is not None and index is not None and kinds[index] != "sliding_attention":
-        return None
-    return getattr(config, "sliding_window", None) or None
+    is_full = kinds is not None and index is not None and kinds[index] != "sliding_attention"
+    window = None if is_full else getattr(config, "sliding_window", None) or None
+    if not torch.compiler.is_compiling():
+        module.__dict__[_WINDOW] = window
+    return window
 
 
 def _why_not(

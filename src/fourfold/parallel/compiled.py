@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention  # defines its operator
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fourfold.mesh.kept import OPERATORS
@@ -28,7 +29,7 @@ MOST_SHAPES = 4  # each is another graph; with more of them blocks run as they a
 _SETTINGS = {
     # The graph is not run again as Python: what the trace of a recomputed forward changes in objects need not be changed twice.
     "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
-    "recompile_limit": 16 * MOST_SHAPES,  # of all kinds of blocks of a model
+    "recompile_limit": 256,  # of all blocks of a model, if each is of another kind
 }
 # In the order of the graph, what is between the start of a collective and its end overlaps with it.
 _INDUCTOR: dict[str, Any] = {"reorder_for_peak_memory": False}
@@ -64,15 +65,15 @@ def compiled(
         recomputed,
         fullgraph=True,
         dynamic=False,
-        backend=BACKEND,
-        options=_INDUCTOR if BACKEND == "inductor" else None,
+        backend=_inductor if BACKEND == "inductor" else BACKEND,
     )
     is_first, is_ready = True, False
     shapes: set[tuple[torch.Size, ...]] = set()
 
     def prepare() -> None:
         nonlocal is_first, is_ready
-        groups = {m.group for m in block.modules() if isinstance(m, Linear4D)}
+        # In an order that is the same on all ranks and in all runs.
+        groups = dict.fromkeys(m.group for m in block.modules() if isinstance(m, Linear4D))
         is_ready = not is_first and all(group.settled for group in groups)
         is_first = False
         for group in groups if is_ready else ():
@@ -98,6 +99,14 @@ def compiled(
             return backend.call_graph(block, lambda: traced(inner, *args, **kwargs))
 
     return forward
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    # The key of autograd's cache has the number of a sharded product, and not what the product does: another option or another version
+    # of this library would find the graph of an earlier run. Inductor's own cache is of what autograd has taken apart.
+    inductor: Any = torch._dynamo.lookup_backend("inductor")
+    with functorch.patch(enable_autograd_cache=False):
+        return inductor(graph, inputs, config_patches=_INDUCTOR)
 
 
 def _run(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,7 +71,7 @@ def wrap_model(
             guard.check(output)
         return output
 
-    model.forward = forward
+    model.forward = _not_compiled(forward)
 
 
 def wrap_block(
@@ -119,11 +120,21 @@ def wrap_block(
         run = _with_own_tokens(name, tokens, forward, checkpointing, keeping)
     else:
         run = _recomputed(name, forward, checkpointing, keeping)
-    block.forward = compiled(block, name, run, checkpointing, tokens, inside, keeping) if is_compiled else run
+    block.forward = (
+        compiled(block, name, run, checkpointing, tokens, inside, keeping)
+        if is_compiled
+        else _not_compiled(run)
+    )
     if dropout is not None:
         # The checkpoint restores the shared state, so a block has to start with it.
         block.register_forward_pre_hook(lambda *_: dropout.leave())
         block.register_forward_hook(lambda *_: dropout.enter(*axes))
+
+
+def _not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What a user's own `torch.compile` leaves as it is: only `compiled` knows how collectives and sharded weights go into a graph."""
+    disabled = torch.compiler.disable(forward, reason="parallelize(compile=True) compiles blocks")
+    return cast("Callable[..., Any]", disabled)
 
 
 def _with_own_tokens(
