@@ -115,7 +115,7 @@ CHECKS = {
     "Speed": (
         Check(
             "host time of one block: (1,1,1,1) / stock; z = 2 / FSDP2; z = 2, x = 2 / FSDP2 with TP; y = 2 / without; compiled / not, on two grids; "
-            "a step of AdamW on shards / on plain tensors ([why two are missed](performance.md#host-time-of-compiled-blocks))",
+            "a step of AdamW on shards / on plain tensors ([why three are missed](performance.md#host-time-of-compiled-blocks))",
             "host",
             "1.05; 1.05; 0.8; 1.25; 0.65 twice; 1.2",
         ),
