@@ -139,7 +139,6 @@ def run_config(config, tmp_path):
         "model.config": str(config),
         "data.sources": [{"path": "text"}],
         **pretraining("8b"),
-        "evaluation.sequences": 512,
     }
     path = tmp_path / "run.toml"
     path.write_text(starting_file("A run.", chosen))

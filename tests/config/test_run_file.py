@@ -72,7 +72,6 @@ def test_a_minimal_file_is_valid():
             r"batch\.tokens=1000 is not a multiple of data\.sequence_length=1024; use 1024",
         ),
         ("grid.z=3", r"are 512 sequences, which do not divide over data\*z = 3 ranks; use 525312"),
-        ("grid.data=128", r"evaluation\.sequences=64 does not divide over data\*z = 128 ranks; use 128"),
         ("seed.first=1", r"'seed\.first=1'.*seed is not a section"),
         ("data.sources.0.weight=2", r"data\.sources is not a section.*data\.sources=\.\.\."),
         ("schedule.warmup_steps=2000", r"2000, more than steps=1000"),

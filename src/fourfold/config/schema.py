@@ -261,15 +261,6 @@ class CheckpointSection(Section):
     """Resume from the newest valid checkpoint, if there is one."""
 
 
-class UndividedEvaluation(ValueError):
-    """The samples of the evaluation do not divide over the ranks that split the batch."""
-
-    def __init__(self, sequences: int, ranks: int, axes: str = "data*z") -> None:
-        super().__init__(
-            f"evaluation.sequences={sequences} does not divide over {axes} = {ranks} ranks; use {-(-sequences // ranks) * ranks}"
-        )
-
-
 class EvaluationSection(Section):
     """The loss on held-out text."""
 
@@ -399,16 +390,14 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def batches_divide_over_ranks(self) -> RunConfig:
         ranks = math.prod(self.shape[:2])
-        if self.grid.auto or not (self.sequences % ranks or self.evaluation.sequences % ranks):
+        if self.grid.auto or not self.sequences % ranks:
             return self
         words = "data*z" if self.reliability.torchft_lighthouse is None else "z"
-        if self.sequences % ranks:
-            near = max(1, round(self.sequences / ranks)) * ranks * self.data.sequence_length
-            raise ValueError(
-                f"batch.tokens={self.batch.tokens} are {self.sequences} sequences, which do not divide over {words} = {ranks} "
-                f"ranks; use {near}"
-            )
-        raise UndividedEvaluation(self.evaluation.sequences, ranks, words)
+        near = max(1, round(self.sequences / ranks)) * ranks * self.data.sequence_length
+        raise ValueError(
+            f"batch.tokens={self.batch.tokens} are {self.sequences} sequences, which do not divide over {words} = {ranks} "
+            f"ranks; use {near}"
+        )
 
     @model_validator(mode="after")
     def sequences_can_be_sharded(self) -> RunConfig:

@@ -19,7 +19,7 @@ from fourfold.checkpoint.folder import open_folder
 from fourfold.checkpoint.manifest import CorruptCheckpointError
 from fourfold.checkpoint.state import read_values
 from fourfold.config.run_file import from_dict
-from fourfold.config.schema import BY_MEMORY, CHOSEN_ALONG, RunConfig, UndividedEvaluation
+from fourfold.config.schema import BY_MEMORY, CHOSEN_ALONG, RunConfig
 from fourfold.mesh.axes import divisors
 from fourfold.parallel.checkpointing import KINDS
 from fourfold.planner.inputs.layout import ACCUMULATION, Layout
@@ -53,7 +53,6 @@ def resume_or_choose_layout(run: RunConfig, ranks: int) -> RunConfig:
     kept = layout_of_checkpoint(run, ranks)
     if kept is not None:
         return kept
-    is_restart = _newest_values(run) is not None
     errors: list[ValueError] = []
     for used in range(ranks, max(0, ranks - MAX_IDLE - 1), -1):
         try:
@@ -63,10 +62,6 @@ def resume_or_choose_layout(run: RunConfig, ranks: int) -> RunConfig:
                     f"fourfold: only {used} of {ranks} ranks train: {errors[0]}", file=sys.stderr, flush=True
                 )
             return chosen
-        except UndividedEvaluation as error:
-            if not is_restart:  # idle ranks cost more than another number of samples
-                raise
-            errors.append(error)
         except ValueError as error:
             errors.append(error)
     raise errors[0]
@@ -140,8 +135,6 @@ def all_on_z(run: RunConfig, ranks: int) -> RunConfig:
             f"batch.tokens={run.batch.tokens} are {run.sequences} sequences, which do not divide over {ranks} ranks; use "
             f"{near}, another number of ranks, or set grid.x"
         )
-    if run.evaluation.sequences % ranks:
-        raise UndividedEvaluation(run.evaluation.sequences, ranks)
     rows = run.batch.micro_batch_sequences
     if rows is None:
         most = max(1, MICRO_BATCH_TOKENS // run.data.sequence_length)
@@ -194,12 +187,7 @@ def fastest(run: RunConfig, found: Plan) -> Estimate:
             f"no layout of {found.ranks} ranks that can train this model takes batch.micro_batch_sequences={rows}; leave it "
             f"out, or use {_micro_batch_rows(run, found.ranked[0].layout)}, which is the fastest"
         )
-    # The samples of the evaluation are divided among the ranks as those of the batch.
-    sequences = run.evaluation.sequences
-    fitting = [e for e in ranked if sequences % (e.layout.data * e.layout.z) == 0]
-    if not fitting:
-        raise UndividedEvaluation(sequences, ranked[0].layout.data * ranked[0].layout.z)
-    return fitting[0]
+    return ranked[0]
 
 
 def with_layout(run: RunConfig, layout: Layout) -> RunConfig:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fourfold.config.schema import UndividedEvaluation
 from fourfold.data.loader import Loader
+from fourfold.parallel.loss.head import IGNORE_INDEX
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer, open_data
 from fourfold.weights.api import evaluating
 
@@ -19,9 +19,9 @@ class Evaluation(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         run, grid = trainer.run, trainer.grid
-        if self._sequences % grid.batch_ranks:
-            raise UndividedEvaluation(self._sequences, grid.batch_ranks)
-        self._loader = Loader(open_data(run, "validation"), grid, self._sequences, prefetch_batches=0)
+        read = -(-self._sequences // grid.batch_ranks) * grid.batch_ranks
+        self._own = max(0, self._sequences - grid.local_rows(read).start)
+        self._loader = Loader(open_data(run, "validation"), grid, read, prefetch_batches=0)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if trainer.is_done or (self._every is not None and result.step % self._every == 0):
@@ -30,7 +30,10 @@ class Evaluation(Callback):
 
     def loss(self, trainer: Trainer) -> float:
         """Evaluate in micro-batches of the training step's size, so that evaluation needs no more memory."""
-        counted, parts = trainer.split(self._loader.read(0))
+        batch = self._loader.read(0)
+        # All ranks have as many rows, so that their collectives meet. What is too many does not count.
+        batch.inputs["labels"][self._own :] = IGNORE_INDEX
+        counted, parts = trainer.split(batch)
         total = torch.zeros((), device=trainer.grid.device)
         with evaluating(trainer.model):
             for part in parts:
