@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,9 +175,12 @@ class Cluster:
         return Bandwidth(self._probe(0, 1), self._probe(1, 0), self._probe(0, 0))
 
     def _probe(self, source: int, target: int) -> float:
+        return self._probe_to(source, target, self.address(target))
+
+    def _probe_to(self, source: int, target: int, address: str) -> float:
         command = [sys.executable, "-E", "-S", str(Path(__file__).resolve()), "--probe"]
         receiver = ["ip", "netns", "exec", _host(self.run_name, target), *command, "receive"]
-        sender = ["ip", "netns", "exec", _host(self.run_name, source), *command, self.address(target)]
+        sender = ["ip", "netns", "exec", _host(self.run_name, source), *command, address]
         with (
             subprocess.Popen(receiver, stdout=subprocess.PIPE) as receiving,
             subprocess.Popen(sender) as sending,
@@ -306,18 +309,27 @@ def _limit(run: str, hosts: int, mbit: float | None, verb: str) -> None:
     """Add or change the limit at both ends of every link, all namespaces at once."""
     _check_rate(mbit)
     mbit = UNLIMITED_MBIT if mbit is None else mbit
-    burst_bytes = max(BURST_BYTES, round(mbit * 1e6 / 8 * BURST_S))
-    rate = f"rate {round(mbit * 1e6)}bit burst {burst_bytes} cburst {burst_bytes} quantum {PIECE_BYTES}"
+    limits = {_host(run, index): {"eth0": mbit} for index in range(hosts)}
+    limits[_switch(run)] = {f"port{index}": mbit for index in range(hosts)}
+    limit(limits, verb)
 
-    def lines(device: str) -> str:
+
+def limit(limits: Mapping[str, Mapping[str, float]], verb: str) -> None:
+    """Add or change the limits of devices in namespaces, in Mbit/s, of what they send."""
+
+    def lines(device: str, mbit: float) -> str:
+        burst_bytes = max(BURST_BYTES, round(mbit * 1e6 / 8 * BURST_S))
+        rate = f"rate {round(mbit * 1e6)}bit burst {burst_bytes} cburst {burst_bytes} quantum {PIECE_BYTES}"
         limit = f"class {verb} dev {device} parent 1: classid 1:1 htb {rate}\n"
         if verb == "change":
             return limit
         tree = f"qdisc add dev {device} root handle 1: htb default 1\n"
         return tree + limit + f"qdisc add dev {device} parent 1:1 bfifo limit {QUEUE_BYTES}\n"
 
-    batches = {_host(run, index): lines("eth0") for index in range(hosts)}
-    batches[_switch(run)] = "".join(lines(f"port{index}") for index in range(hosts))
+    batches = {
+        namespace: "".join(lines(device, mbit) for device, mbit in devices.items())
+        for namespace, devices in limits.items()
+    }
     calls = []
     for namespace, batch in batches.items():
         command = ["tc", "-n", namespace, "-batch", "-"]
@@ -330,7 +342,7 @@ def _limit(run: str, hosts: int, mbit: float | None, verb: str) -> None:
         calls.append(call)
     errors = [call.communicate()[1].strip() for call in calls]
     if any(call.returncode for call in calls):
-        raise RuntimeError(f"tc could not set {mbit:g} Mbit/s: {'; '.join(filter(None, errors))}")
+        raise RuntimeError(f"tc could not set {dict(limits)} Mbit/s: {'; '.join(filter(None, errors))}")
 
 
 def _call(*command: str) -> None:

@@ -1,6 +1,5 @@
 """Small versions of the benchmarks: what they promise holds, and a planted fault makes them fail."""
 
-import json
 import re
 
 import pytest
@@ -145,15 +144,14 @@ TINY = ["--hidden", "64", "--layers", "1", "--sequences", "4", "--length", "32",
 
 @pytest.mark.nightly
 @needs_cluster
-@pytest.mark.parametrize("axis", ["x", "z"])
-def test_overlap_is_measured_and_drawn(axis, tmp_path, capsys):
-    figure, trace = tmp_path / "overlap.png", tmp_path / "trace.json"
-    arguments = ["--axes", axis, *TINY, "--figure", str(figure), "--timeline", str(trace)]
-    assert overlap.main(arguments) in (0, 1)  # so small a model proves nothing about the bar
+def test_overlap_is_measured_and_drawn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(overlap, "LAYERS", 1)
+    monkeypatch.setattr(overlap, "STEP_S", 0.2)
+    figure = tmp_path / "overlap.png"
+    assert overlap.main(["--axes", "z", "--rounds", "2", "--figure", str(figure)]) in (0, 1)
     said = capsys.readouterr().out
-    assert all(name in said for name in overlap.VARIANTS[axis])
+    assert all(name in said for name in overlap.VARIANTS["z"])
     assert figure.stat().st_size > 10_000
-    assert json.loads(trace.read_text())["traceEvents"]
 
 
 @pytest.mark.nightly

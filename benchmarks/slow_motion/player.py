@@ -1,0 +1,217 @@
+"""A rank of a cluster in slow motion: plays a program, in real time, on its streams.
+
+A stream's clock goes on exactly by what its work takes, and jumps to the end of what it waits for: that a sleep ends late does not
+add up. Only where another stream or another rank has to know does it sleep until that moment. A collective is a ring over TCP, on
+connections of its group; nothing is added up, since there are no values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from benchmarks.slow_motion.program import Item
+
+_PIECE = 1 << 16
+_ZEROS = memoryview(bytes(_PIECE))
+_NOTHING = bytearray(_PIECE)
+
+
+class Ring:
+    """This rank's connections to the next and from the previous rank of a group."""
+
+    def __init__(self, ranks: int, forth: socket.socket, back: socket.socket) -> None:
+        self.ranks, self.forth, self.back = ranks, forth, back
+        for end in (forth, back):
+            end.setblocking(False)
+
+    def step(self, size: int) -> None:
+        """Send so many bytes to the next rank, and receive as many from the previous."""
+        to_send = to_receive = size
+        while to_send or to_receive:
+            readers, writers, _ = select.select(
+                [self.back] if to_receive else [], [self.forth] if to_send else [], []
+            )
+            if writers:
+                to_send -= self.forth.send(_ZEROS[: min(to_send, _PIECE)])
+            if readers:
+                got = self.back.recv_into(_NOTHING, min(to_receive, _PIECE))
+                if not got:
+                    raise ConnectionError("the previous rank has ended")
+                to_receive -= got
+
+    def run(self, kind: str, size: float) -> None:
+        passes = 2 if kind == "all_reduce" else 1
+        part = max(1, round(size / self.ranks))
+        for _ in range(passes * (self.ranks - 1)):
+            self.step(part)
+
+
+class Latch:
+    """An event: whether it is over, and when it was."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self.time_s = 0.0
+
+    def set(self, time_s: float) -> None:
+        self.time_s = time_s
+        self._over.set()
+
+    def wait(self) -> float:
+        self._over.wait()
+        return self.time_s
+
+
+def _sleep_until(time_s: float) -> None:
+    left = time_s - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
+
+
+class Player:
+    def __init__(self, plan: dict[str, Any], rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.dilation, self.payload = plan["dilation"], plan["payload"]
+        self.rings: dict[tuple[str, int, int], Ring] = {}
+
+    # -- connections ----------------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """A ring for each stream that sends, in an order that is the same on all ranks."""
+        wanted = []
+        for name, streams in self.plan["programs"].items():
+            for stream, items in streams.items():
+                groups = {tuple(item[2]) for item in items if item[0] == "send"}
+                wanted += [(f"{name}/{stream}", *group) for group in sorted(groups)]
+        with socket.create_server(("", self.plan["port"]), backlog=256) as server:
+            forth = {key: self._forth(key) for key in wanted}
+            back = {}
+            while len(back) < len(wanted):
+                connection, _ = server.accept()
+                size = int.from_bytes(_exactly(connection, 2), "big")
+                stream, stride, ranks = json.loads(_exactly(connection, size))
+                back[stream, stride, ranks] = connection
+        self.rings = {key: Ring(key[2], forth[key], back[key]) for key in wanted}
+
+    def _forth(self, key: tuple[str, int, int]) -> socket.socket:
+        _, stride, ranks = key
+        place = self.rank // stride % ranks
+        following = self.rank + ((place + 1) % ranks - place) * stride
+        is_inside = following // self.plan["per_node"] == self.rank // self.plan["per_node"]
+        address = self.plan["inside" if is_inside else "outside"][following]
+        until_s = time.monotonic() + 60
+        while True:
+            try:
+                connection = socket.create_connection((address, self.plan["port"]), timeout=60)
+                break
+            except OSError:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(0.05)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        said = json.dumps(key).encode()
+        connection.sendall(len(said).to_bytes(2, "big") + said)
+        return connection
+
+    # -- playing --------------------------------------------------------------------------------------------------------
+
+    def play(self, name: str, start_s: float) -> dict[str, Any]:
+        """Every stream in its thread; the seconds of the step, and of each collective."""
+        streams: dict[str, list[Item]] = self.plan["programs"][name]
+        latches = {item[1]: Latch() for items in streams.values() for item in items if item[0] == "record"}
+        ends: dict[str, float] = {}
+        flights: dict[str, float] = {}
+
+        def run(stream: str, items: list[Item]) -> None:
+            try:
+                ends[stream] = self._run(f"{name}/{stream}", items, latches, start_s, flights)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)  # other streams would wait for this one
+
+        threads = [threading.Thread(target=run, args=item) for item in streams.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        end_s = max(ends.values())
+        _sleep_until(end_s)
+        return {"seconds": end_s - start_s, "flights": flights}
+
+    def _run(
+        self,
+        stream: str,
+        items: list[Item],
+        latches: dict[int, Latch],
+        now_s: float,
+        flights: dict[str, float],
+    ) -> float:
+        for item in items:
+            if item[0] == "work":
+                now_s += item[1] * self.dilation
+            elif item[0] == "await":
+                now_s = max(now_s, latches[item[1]].wait())
+            elif item[0] == "record":
+                _sleep_until(now_s)
+                latches[item[1]].set(now_s)
+            else:
+                _, kind, (stride, ranks), size = item
+                _sleep_until(now_s + self._latency_s(stride, ranks, kind))
+                self.rings[stream, stride, ranks].run(kind, size / self.payload)
+                end_s = time.perf_counter()
+                flights[stream] = flights.get(stream, 0.0) + end_s - now_s
+                now_s = end_s
+        return now_s
+
+    def _latency_s(self, stride: int, ranks: int, kind: str) -> float:
+        """The base and the hops of a ring, as the planner counts them."""
+        library = self.plan["library"]
+        near = max(1, min(ranks, self.plan["per_node"] // stride))
+        nodes = -(-ranks // near)
+        hops_us = (ranks - nodes) * library["hop_us"] + (nodes - 1) * library["net_hop_us"]
+        passes = 2 if kind == "all_reduce" else 1
+        return float((library["base_us"] + passes * hops_us) * 1e-6 * self.dilation)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    said = b""
+    while len(said) < size:
+        piece = connection.recv(size - len(said))
+        if not piece:
+            raise ConnectionError("a rank has ended")
+        said += piece
+    return said
+
+
+def main() -> int:
+    """A rank: waits for what to play from the conductor, which listens on a socket of the file system."""
+    path, rank = sys.argv[1], int(sys.argv[2])
+    conductor = socket.socket(socket.AF_UNIX)
+    conductor.connect(path)
+    lines = conductor.makefile("rw")
+    print(rank, file=lines, flush=True)
+    player = Player(json.loads(lines.readline()), rank)
+    player.connect()
+    print("ready", file=lines, flush=True)
+    for line in lines:
+        name, start_s = json.loads(line)
+        cpu = resource.getrusage(resource.RUSAGE_SELF)
+        _sleep_until(start_s)
+        result = player.play(name, start_s)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        result["cpu_s"] = after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime
+        print(json.dumps(result), file=lines, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""What a rank does in a step, as its streams know it: the same for all ranks.
+
+A stream is a list of items, done in order:
+
+    ["work", seconds]              the device computes
+    ["send", kind, group, bytes]   a collective; group is (stride, size): every size ranks that are stride apart
+    ["record", event]              the event is over
+    ["await", event]               not before the event is over
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Item = list[Any]
+COMPUTE = "compute"
+
+
+@dataclass
+class Program:
+    streams: dict[str, list[Item]] = field(default_factory=lambda: defaultdict(list))
+    # An event that is over when the device comes to backward.
+    backward: int | None = None
+    _events: itertools.count[int] = field(default_factory=itertools.count)
+
+    def work(self, stream: str, seconds: float) -> None:
+        items = self.streams[stream]
+        if items and items[-1][0] == "work":
+            items[-1][1] += seconds
+        else:
+            items.append(["work", seconds])
+
+    def record(self, stream: str) -> int:
+        items = self.streams[stream]
+        if items and items[-1][0] == "record":  # nothing since
+            return int(items[-1][1])
+        event = next(self._events)
+        items.append(["record", event])
+        return event
+
+    def wait(self, stream: str, event: int) -> None:
+        self.streams[stream].append(["await", event])
+
+    def send(self, stream: str, kind: str, group: tuple[int, int], size: float, *, lane: str = "") -> int:
+        """A collective that begins when ``stream`` comes to it, on its group's own stream; the event of its end."""
+        own = f"group {group[0]} {group[1]} {lane}".rstrip()
+        self.wait(own, self.record(stream))
+        self.streams[own].append(["send", kind, list(group), size])
+        return self.record(own)
+
+    # -- totals -------------------------------------------------------------------------------------------------------
+
+    def work_s(self) -> float:
+        return sum(item[1] for items in self.streams.values() for item in items if item[0] == "work")
+
+    def sends(self) -> list[Item]:
+        return [item for items in self.streams.values() for item in items if item[0] == "send"]
+
+    def without(self, kind: str) -> Program:
+        """The same without its work, or without its collectives."""
+        kept = {name: [item for item in items if item[0] != kind] for name, items in self.streams.items()}
+        return Program(kept, self.backward, self._events)
+
+    def by_phase(self, seconds_of: Callable[[Item], float]) -> list[tuple[float, float]]:
+        """(computation, communication) of forward and of backward, of a program in which everything waits for everything."""
+        assert self.backward is not None
+        phases = [[0.0, 0.0], [0.0, 0.0]]
+        for items in self.streams.values():
+            phase = 0
+            for item in items:
+                if item[0] in ("record", "await") and item[1] >= self.backward:
+                    phase = 1
+                elif item[0] == "work":
+                    phases[phase][0] += item[1]
+                elif item[0] == "send":
+                    phases[phase][1] += seconds_of(item)
+        return [(computation, communication) for computation, communication in phases]

@@ -1,0 +1,78 @@
+"""The programs of training steps: forward, backward, clipping and AdamW, of Fourfold on a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+
+from benchmarks.slow_motion.program import COMPUTE, Program
+from benchmarks.slow_motion.recorder import Recorder
+from fourfold.dry_run.recorder import replaced
+from fourfold.dry_run.run import as_module, fake_grid
+from fourfold.hf.init_recorder import restore_buffers
+from fourfold.optim.clip import clip_grad_norm_
+from fourfold.optim.sharded_optimizer import sharded_optimizer
+from fourfold.parallel.options import Options
+from fourfold.parallel.parallelize import arrange
+from fourfold.planner.inputs.cluster import Cluster
+
+Shape = tuple[int, int, int, int]
+Step = Callable[[Program], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, whatever the layout."""
+
+    config: dict[str, Any]
+    sequences: int  # of the global batch
+    length: int
+
+
+def fourfold(job: Job, shape: Shape, cluster: Cluster, *, optimizes: bool = True, **options: Any) -> Program:
+    """A step of a rank on a grid (data, z, y, x), after one that is not recorded."""
+    with fake_grid(shape) as grid:
+        model = as_module(job.config)
+        arrange(model, grid, Options(**options), seed=0, is_dry=True)
+        restore_buffers(model, grid.device)
+        rows = grid.local_rows(job.sequences)
+
+        def begin() -> Step:
+            model.to_empty(device=grid.device)
+            ids = torch.zeros(rows.stop - rows.start, job.length, dtype=torch.int64)
+            optimizer = sharded_optimizer(torch.optim.AdamW)(
+                model.parameters(), lr=1e-4, foreach=False, fused=True
+            )
+
+            def step(program: Program) -> None:
+                loss = model(input_ids=ids, labels=ids).loss
+                program.backward = program.record(COMPUTE)
+                loss.backward()
+                if optimizes:
+                    clip_grad_norm_(model.parameters(), 1.0, grid)
+                    optimizer.step()
+                optimizer.zero_grad()
+
+            return step
+
+        return _recorded(begin, cluster)
+
+
+def _recorded(begin: Callable[[], Step], cluster: Cluster) -> Program:
+    from transformers import masking_utils
+
+    recorder = Recorder(cluster)
+    # transformers reads off the positions whether documents are packed, which fake tensors do not have.
+    unpacked = replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    with FakeTensorMode(allow_non_fake_inputs=True), unpacked, recorder.streams():
+        with recorder.recording() as program:
+            step = begin()
+            for _ in range(2):  # linears that share an input, FSDP2's buffers, the order of streamed weights
+                step(program)
+        with recorder.recording() as program:
+            step(program)
+    return program

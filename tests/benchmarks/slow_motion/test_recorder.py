@@ -1,0 +1,67 @@
+"""What is recorded of a step is what a dry run of it finds, and FSDP2's streams wait as on CUDA."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.slow_motion import steps
+from benchmarks.slow_motion.program import COMPUTE, Program
+from benchmarks.slow_motion.recorder import Recorder
+from fourfold import Overlap
+from fourfold.config.describe import sized_model_config
+from fourfold.dry_run.events import Operation
+from fourfold.dry_run.run import dryrun, fake_grid
+from fourfold.planner.cost.compute import operation_s
+from fourfold.planner.inputs.cluster import preset
+
+CLUSTER = preset("dgx-h100")
+JOB = steps.Job(sized_model_config("1m", 512) | {"num_hidden_layers": 2}, sequences=8, length=64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 2, 1, 2), {"weights": "fsdp2"}),
+        ((2, 2, 1, 1), {"weights": "streamed"}),
+        ((1, 1, 2, 2), {"weights": "streamed", "overlap": Overlap(interleave=True)}),
+    ],
+)
+def test_a_step_is_that_of_a_dry_run(shape, options):
+    program = steps.fourfold(JOB, shape, CLUSTER, precision="bf16", **options)
+    run = dryrun(JOB.config, shape, sequences=JOB.sequences, length=JOB.length, trace_all=True, **options)
+    wanted = sorted((c.kind, c.ranks, c.payload_bytes) for c in run.collectives)
+    assert sorted((kind, group[1], size) for _, kind, group, size in program.sends()) == wanted
+    seconds = sum(operation_s(e, CLUSTER) for e in run.trace.events if isinstance(e, Operation))
+    assert program.work_s() == pytest.approx(seconds, rel=1e-9)
+
+
+def test_fsdp2_gathers_ahead_of_computation_and_waits_on_streams():
+    recorder = Recorder(CLUSTER)
+    with fake_grid((1, 2, 1, 1)) as grid, FakeTensorMode(allow_non_fake_inputs=True), recorder.streams():
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+        for layer in model:
+            fully_shard(layer, mesh=grid.mesh["z"])
+        fully_shard(model, mesh=grid.mesh["z"])
+        with recorder.recording():
+            model(torch.ones(8, 64)).sum().backward()
+        with recorder.recording() as program:
+            model(torch.ones(8, 64)).sum().backward()
+    kinds = [kind for _, kind, *_ in program.sends()]
+    assert kinds.count("all_gather") >= 5
+    assert kinds.count("reduce_scatter") == 3
+    # The compute stream sends nothing itself, and waits for what other streams did.
+    assert not any(item[0] == "send" for item in program.streams[COMPUTE])
+    assert any(item[0] == "await" for item in program.streams[COMPUTE])
+
+
+def test_a_program_knows_its_phases():
+    program = Program()
+    program.work(COMPUTE, 1.0)
+    program.wait(COMPUTE, program.send(COMPUTE, "all_gather", (1, 2), 8.0))
+    program.backward = program.record(COMPUTE)
+    program.work(COMPUTE, 2.0)
+    program.wait(COMPUTE, program.send(COMPUTE, "reduce_scatter", (1, 2), 16.0))
+    assert program.by_phase(lambda item: item[3]) == [(1.0, 8.0), (2.0, 16.0)]
+    assert program.work_s() == 3.0
+    assert not program.without("send").sends()
