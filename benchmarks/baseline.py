@@ -17,16 +17,17 @@ model is not modified. It is built to be hard to beat:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 # The interface of `FSDPModule.set_custom_reduce_scatter` (seen in torch 2.13.0).
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -96,7 +97,7 @@ class Baseline:
         self.model = model
         self.layout = layout
         self._mesh = mesh
-        self._data_group = _mesh(("data", "tensor"), (layout.data, layout.tensor)).get_group("data")
+        self._data_group = make_meshes(layout)[1].get_group("data")
         self._parameters = parameters
         self._reduction = reduction
         self._partial = partial
@@ -123,6 +124,9 @@ class Baseline:
             raise ValueError(f"{ids.shape[1]} tokens do not divide over tensor={self.layout.tensor}")
         if any(parameter.stored.grad is not None for parameter in self._parameters.values()):
             raise RuntimeError("gradients of the last step are still there; call optimizer_step or zero_grad")
+        return self.forward_and_backward(ids, labels)
+
+    def forward_and_backward(self, ids: Tensor, labels: Tensor) -> Tensor:
         with loss_parallel() if self.layout.tensor > 1 else nullcontext():
             loss = self.model(input_ids=ids, labels=labels, use_cache=False).loss
             reported = _local(loss.detach()).clone()
@@ -194,6 +198,8 @@ def build(
     prefetch_depth: int = 1,
     overlap: bool = True,
     lean_reduce_scatter: bool = True,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    has_streams: bool = False,
     seed: int = 0,
     optimizer: dict[str, Any] | None = None,
 ) -> Baseline:
@@ -201,12 +207,13 @@ def build(
 
     Tensor parallelism first, recomputation and data parallelism around it. ``reshard_after_forward=False`` keeps the
     gathered weights until backward: fewer bytes sent for more memory. With ``overlap=False`` all parts are PyTorch's own.
+    In bf16 FSDP2 casts the weights, and reduces gradients in fp32, also of one shard. ``has_streams``: prefetch needs no help.
     ``optimizer`` holds options of AdamW; gradients are not accumulated over steps.
     """
     _check(config, layout)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).train()
-    mesh = _mesh(("replicate", "shard", "tensor"), (layout.replicas, layout.shards, layout.tensor))
+    mesh, _ = make_meshes(layout)
 
     if layout.tensor > 1:
         plan = _plan(model, Shard(1) if sequence_parallel else Replicate())
@@ -218,9 +225,14 @@ def build(
 
     wrapped: nn.Module = model
     reduction = None
-    if layout.shards > 1:
-        reduction = _fully_shard(model, mesh, layout, reshard_after_forward, overlap, lean_reduce_scatter)
+    if layout.shards > 1 or precision == "bf16":
+        reduction = _fully_shard(
+            model, mesh, layout, reshard_after_forward, overlap, lean_reduce_scatter, precision
+        )
         _prefetch(model, prefetch_depth)
+        if not has_streams:
+            # Not public (seen in torch 2.13.0). Without it a gather blocks where there are no streams, and is ahead of nothing.
+            model._set_unshard_async_op(True)  # type: ignore[operator]
     elif layout.replicas > 1:
         # FSDP2 with one shard copies every weight in and every gradient out.
         wrapped = DistributedDataParallel(
@@ -271,6 +283,14 @@ def _mesh(names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         _meshes[names, sizes] = (dist.group.WORLD, mesh)
     return mesh
+
+
+def make_meshes(layout: Layout) -> tuple[DeviceMesh, DeviceMesh]:
+    """Of (replicate, shard, tensor), and of (data, tensor)."""
+    sizes = (layout.replicas, layout.shards, layout.tensor)
+    return _mesh(("replicate", "shard", "tensor"), sizes), _mesh(
+        ("data", "tensor"), (layout.data, layout.tensor)
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -327,19 +347,24 @@ def _fully_shard(
     reshard_after_forward: bool,
     overlap: bool,
     lean_reduce_scatter: bool,
+    precision: Literal["fp32", "bf16"],
 ) -> _Reduction | None:
     """A group for each layer, one for the embedding, one for the last norm and the head."""
     # With overlap the replicas are left to _Reduction: FSDP2's own all-reduce would block, and not wait for ours.
     data_mesh = mesh["replicate", "shard"] if layout.replicas > 1 and not overlap else mesh["shard"]
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard = functools.partial(fully_shard, mesh=data_mesh, mp_policy=policy)
     inner = model.model
-    fully_shard(inner.embed_tokens, mesh=data_mesh, reshard_after_forward=reshard_after_forward)
+    shard(inner.embed_tokens, reshard_after_forward=reshard_after_forward)
     # A lookup's gradient does not read the weight: no second gather.
     inner.embed_tokens.set_unshard_in_backward(False)
     for layer in inner.layers:
-        fully_shard(layer, mesh=data_mesh, reshard_after_forward=reshard_after_forward)
+        shard(layer, reshard_after_forward=reshard_after_forward)
     # Backward begins with these: they stay gathered.
-    fully_shard([inner.norm, model.lm_head], mesh=data_mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=data_mesh)
+    shard([inner.norm, model.lm_head], reshard_after_forward=False)
+    shard(model)
     if not overlap:
         return None
     reduction = _Reduction(mesh.get_group("replicate") if layout.replicas > 1 else None, lean_reduce_scatter)
@@ -357,8 +382,6 @@ def _prefetch(model: LlamaForCausalLM, depth: int) -> None:
     backward = order[:1:-1]  # the embedding is not gathered again
     for i, module in enumerate(backward):
         module.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + depth])
-    # Not public (seen in torch 2.13.0). Without it a gather blocks where there are no streams, and is ahead of nothing.
-    model._set_unshard_async_op(True)
 
 
 class _Reduction(ReduceScatter):

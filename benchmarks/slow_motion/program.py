@@ -65,6 +65,29 @@ class Program:
         kept = {name: [item for item in items if item[0] != kind] for name, items in self.streams.items()}
         return Program(kept, self.backward, self._events)
 
+    def alone_s(self, seconds_of: Callable[[Item], float]) -> float:
+        """How long it takes if every collective has its links for itself."""
+        streams = {name: iter(items) for name, items in self.streams.items()}
+        now_s = dict.fromkeys(streams, 0.0)
+        over_s: dict[int, float] = {}
+        waiting: dict[str, Item | None] = dict.fromkeys(streams)
+        while streams:
+            for name, items in list(streams.items()):
+                while (item := waiting[name] or next(items, None)) is not None:
+                    waiting[name] = None
+                    if item[0] == "await" and item[1] not in over_s:
+                        waiting[name] = item
+                        break
+                    if item[0] == "await":
+                        now_s[name] = max(now_s[name], over_s[item[1]])
+                    elif item[0] == "record":
+                        over_s[item[1]] = now_s[name]
+                    else:
+                        now_s[name] += item[1] if item[0] == "work" else seconds_of(item)
+                else:
+                    del streams[name]
+        return max(now_s.values(), default=0.0)
+
     def by_phase(self, seconds_of: Callable[[Item], float]) -> list[tuple[float, float]]:
         """(computation, communication) of forward and of backward, of a program in which everything waits for everything."""
         assert self.backward is not None

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import LlamaConfig
 
+from benchmarks import baseline
 from benchmarks.slow_motion.program import COMPUTE, Program
 from benchmarks.slow_motion.recorder import Recorder
 from fourfold.dry_run.recorder import replaced
@@ -62,13 +66,44 @@ def fourfold(job: Job, shape: Shape, cluster: Cluster, *, optimizes: bool = True
         return _recorded(begin, cluster)
 
 
+def stock(job: Job, layout: baseline.Layout, cluster: Cluster, **options: Any) -> Program:
+    """A step of stock PyTorch: FSDP2 with prefetch, `parallelize_module`, loss parallel, fused AdamW."""
+    shape = (layout.replicas, layout.shards, 1, layout.tensor)
+    with fake_grid(shape):
+        baseline.make_meshes(layout)  # which reads values
+        config = LlamaConfig(**{k: v for k, v in job.config.items() if k != "model_type"})
+
+        def begin() -> Step:
+            built = baseline.build(
+                config, layout, overlap=False, precision="bf16", has_streams=True, **options
+            )
+            rows = built.local_rows(job.sequences)
+            ids = torch.zeros(rows.stop - rows.start, job.length, dtype=torch.int64)
+
+            def step(program: Program) -> None:
+                built.forward_and_backward(ids, ids)
+                built.optimizer_step()
+
+            return step
+
+        return _recorded(begin, cluster)
+
+
 def _recorded(begin: Callable[[], Step], cluster: Cluster) -> Program:
     from transformers import masking_utils
 
     recorder = Recorder(cluster)
     # transformers reads off the positions whether documents are packed, which fake tensors do not have.
     unpacked = replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-    with FakeTensorMode(allow_non_fake_inputs=True), unpacked, recorder.streams():
+    # A mesh reads its own ranks.
+    make = DeviceMesh.__init__
+
+    def make_outside(*args: Any, **options: Any) -> None:
+        with _disable_current_modes():
+            make(*args, **options)
+
+    meshes = replaced(DeviceMesh, "__init__", make_outside)
+    with FakeTensorMode(allow_non_fake_inputs=True), unpacked, meshes, recorder.streams():
         with recorder.recording() as program:
             step = begin()
             for _ in range(2):  # linears that share an input, FSDP2's buffers, the order of streamed weights

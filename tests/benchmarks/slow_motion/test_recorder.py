@@ -5,6 +5,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.baseline import Layout
 from benchmarks.slow_motion import steps
 from benchmarks.slow_motion.program import COMPUTE, Program
 from benchmarks.slow_motion.recorder import Recorder
@@ -65,3 +66,29 @@ def test_a_program_knows_its_phases():
     assert program.by_phase(lambda item: item[3]) == [(1.0, 8.0), (2.0, 16.0)]
     assert program.work_s() == 3.0
     assert not program.without("send").sends()
+
+
+def test_an_estimate_follows_the_streams():
+    program = Program()
+    event = program.send(COMPUTE, "all_gather", (1, 2), 3.0)
+    program.work(COMPUTE, 2.0)
+    program.wait(COMPUTE, event)
+    program.work(COMPUTE, 1.0)
+    assert program.alone_s(lambda item: item[3]) == 4.0
+    assert program.without("work").alone_s(lambda item: item[3]) == 3.0
+
+
+def test_stock_pytorch_gathers_once_if_weights_are_kept():
+    """The opponent is recorded as it is on CUDA: gathers on streams of their own, gradients reduced in fp32."""
+    config = JOB.config | {"tie_word_embeddings": False}
+    job = steps.Job(config, sequences=4, length=64)
+    counts = {}
+    for reshards in (True, False):
+        program = steps.stock(
+            job, Layout(1, 2, 2), CLUSTER, sequence_parallel=True, reshard_after_forward=reshards
+        )
+        over_shards = [kind for _, kind, group, _ in program.sends() if group == [2, 2]]
+        counts[reshards] = over_shards.count("all_gather")
+        assert over_shards.count("reduce_scatter") == 4  # two blocks, the embedding, the head
+        assert not any(item[0] == "send" for item in program.streams[COMPUTE])
+    assert counts[True] == counts[False] + 2  # each block again in backward
