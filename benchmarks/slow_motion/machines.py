@@ -106,7 +106,7 @@ class Machines(hosts.Cluster):
             call("ip", "-n", host, "link", "set", "lo", "up")
             call(
                 *("ip", "netns", "exec", host, "sh", "-c"),
-                "cd /proc/sys/net; echo reno > ipv4/tcp_congestion_control; echo 1 > ipv6/conf/all/disable_ipv6; :",
+                "cd /proc/sys/net; echo reno > ipv4/tcp_congestion_control; echo 0 > ipv4/tcp_slow_start_after_idle; echo 1 > ipv6/conf/all/disable_ipv6; :",
             )
             limits[host] = {"eth0": self.device_mbit}
             limits[switch][f"a{rank}"] = self.device_mbit
