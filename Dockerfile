@@ -11,6 +11,8 @@ RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorc
 FROM pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime AS cuda
 
 FROM ${BASE}
+# PyTorch's image has the Python of its distribution, into which pip installs only if told to (PEP 668).
+ENV PIP_BREAK_SYSTEM_PACKAGES=1
 # Extras: data for Parquet and Hugging Face datasets, s3 for checkpoints in object stores.
 ARG EXTRAS=data,s3
 WORKDIR /opt/fourfold
