@@ -10,6 +10,7 @@ Thresholds: a spread (the whole range) of 2 %, a sum that is right within 3 %, a
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import replace
 
@@ -27,7 +28,12 @@ SCALE = Scale(dilation=40.0, payload=100.0)
 LAYOUTS = {"x": (2, 1, 1, 2), "y": (2, 1, 2, 1), "z": (1, 4, 1, 1), "data": (4, 1, 1, 1)}
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=STEPS, help=f"steps of each, in turns ({STEPS})")
+    options = parser.parse_args(arguments)
     reason = why_not()
     if reason is not None:
         print(f"slow_motion.repeat: {reason}")
@@ -52,7 +58,7 @@ def main() -> int:
             f"links inside a node set to {machines.device_mbit:.0f} Mbit/s, measured {inside:.0f}; of a node "
             f"{machines.node_mbit:.0f}, measured {between:.0f}"
         )
-        played = orchestra.play(STEPS)
+        played = orchestra.play(options.rounds)
     is_idle = report(played)
     worst = max(result.spread for result in played.values())
     errors = {}

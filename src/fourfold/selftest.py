@@ -1,7 +1,7 @@
 """Does this machine train exactly? A short parity check on the available devices and backend.
 
     torchrun --nproc-per-node 8 -m fourfold.selftest
-    torchrun --nproc-per-node 8 -m fourfold.selftest --full    # also each option of the engine, on one grid
+    torchrun --nproc-per-node 8 -m fourfold.selftest --full    # also the main options of the engine, on one grid
 
 Small models take three AdamW steps with clipping on several grids of the running ranks (NCCL on CUDA, Gloo on CPU).
 Each rank compares its shards with the stock Hugging Face model, which it trains by itself. The table can be pasted
@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="also test each option of the engine, on a grid with as many axes as possible",
+        help="also test the main options of the engine, on a grid with as many axes as possible",
     )
     options = parser.parse_args(arguments)
 

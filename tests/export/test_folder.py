@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2LMHeadModel,
@@ -31,7 +32,7 @@ from fourfold.data.prepare import Settings, prepare
 from fourfold.data.tokenizer import load_tokenizer
 from fourfold.export import export
 from fourfold.export import tokenizer as tokenizers
-from fourfold.export.folder import _generation
+from fourfold.export.folder import _generation, for_transformers_4
 from fourfold.export.model_card import _use
 from fourfold.train.loop.trainer import Trainer
 from fourfold.train.observe.evaluate import Evaluation
@@ -332,3 +333,28 @@ def test_memory_stays_far_below_the_model(
     # The measure sees a tensor that is held whole.
     monkeypatch.setattr("fourfold.checkpoint.storage.READ_BYTES", 2**40)
     assert rise_mb(tmp_path / "run", tmp_path / "whole") > size_mb
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)
+def test_a_config_has_the_positions_of_transformers_4_and_means_the_same(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    before = LlamaConfig(rope_parameters=rope)
+    written = for_transformers_4(before.to_dict())
+    assert written["rope_theta"] == 5e5
+    assert ("rope_scaling" in written) == (rope["rope_type"] != "default")
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == before.rope_parameters == rope

@@ -86,7 +86,7 @@ def export(
         # Last: where folders cannot be renamed, from_pretrained loads no folder without it.
         if values["model"] is not None:
             files.append(CONFIG)
-            config = _with_dtype(values["model"], weights.dtype)
+            config = for_transformers_4(_with_dtype(values["model"], weights.dtype))
             config.pop("use_cache", None)  # off for training alone
             if chosen is not None and _is_random_init(values):
                 config |= tokenizers.special_ids(chosen)
@@ -125,6 +125,24 @@ def _choose(where: str | os.PathLike[str], step: int | None) -> tuple[Folder, in
             "\n".join([f"none of the {len(damaged)} checkpoints checked is valid", *notes])
         )
     return root, found, notes
+
+
+def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with the fields of rotary positions that transformers 4 knows, and servers that are built on it.
+
+    They ignore ``rope_parameters`` without an error, and take a base of 10,000. Positions by kind of layer have no such fields.
+
+    Example:
+        >>> for_transformers_4({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})["rope_theta"]
+        500000.0
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return config
+    known = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if rope.get("rope_type", "default") != "default":
+        known["rope_scaling"] = rope
+    return config | known
 
 
 def _split(out: str | os.PathLike[str]) -> tuple[Folder, str]:

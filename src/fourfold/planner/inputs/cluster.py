@@ -50,7 +50,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Links:
-    """What carries bytes: inside a node, and from a node to the others. All in one direction."""
+    """What carries bytes: inside a node, and from a node to the others. All in GB/s of one direction: eight cards of 400 Gbit/s are 400."""
 
     devices_per_node: int
     device_gbps: float  # what a device can send inside its node
