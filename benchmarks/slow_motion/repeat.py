@@ -1,6 +1,6 @@
 """Does a cluster in slow motion repeat itself, and does what does not overlap add up?
 
-Two nodes of two devices with the links of a DGX H100. The steps of three layouts are played five times each, in turns. With
+Two nodes of two devices with the links of a DGX H100. The steps of four layouts are played five times each, in turns. With
 nothing overlapped a step has to take its computation and its communication, one after another.
 
     python -m benchmarks.slow_motion.repeat
