@@ -9,6 +9,8 @@ FROM python:3.12-slim AS cpu
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
 
 FROM pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime AS cuda
+# For compiled blocks: Triton builds a launcher for each kernel.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev && rm -rf /var/lib/apt/lists/*
 
 FROM ${BASE}
 # PyTorch's image has the Python of its distribution, into which pip installs only if told to (PEP 668).

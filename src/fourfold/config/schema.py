@@ -215,7 +215,7 @@ class EngineSection(Section):
     accumulation: Literal["auto", "whole", "sharded"] = "auto"
     """Gradients of several micro-batches: added up whole on each z rank and reduced once, or reduced over z in each micro-batch, which needs less memory; auto: whole, unless it does not fit or more would be recomputed."""
     compile: bool | None = None
-    """Compile each block as one graph (torch.compile); on CPUs it needs a C++ compiler; on GPUs it is done unless set, if tensor ranks draw no dropout."""
+    """Compile each block as one graph (torch.compile); on GPUs it is done unless set, if tensor ranks draw no dropout, and needs a C compiler and Python's headers; on CPUs it needs a C++ compiler."""
     float8: Literal["none", "rowwise_with_gw_hp"] = "none"
     """Matmuls of the linears in blocks: all in precision (none), or outputs and gradients of inputs in e4m3 with a scale for each row, and gradients of weights in precision (rowwise_with_gw_hp); on GPUs with precision bf16 and compute capability 8.9 or newer."""
 
