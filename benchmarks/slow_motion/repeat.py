@@ -24,7 +24,7 @@ from fourfold.planner.inputs.cluster import preset
 
 SPREAD, SUM = 0.02, 0.03
 STEPS = 5
-SCALE = Scale(dilation=40.0, payload=30.0)
+SCALE = Scale(dilation=40.0, payload=100.0)
 LAYOUTS = {"x": (2, 1, 1, 2), "y": (2, 1, 2, 1), "z": (1, 4, 1, 1), "data": (4, 1, 1, 1)}
 
 
