@@ -1,9 +1,9 @@
 """The best 4D layout compared with the best layout of stock PyTorch, on the same cluster in slow motion.
 
 Four nodes of four devices, with the proportions of three clusters (`benchmarks.slow_motion`), in two regimes: a global batch large enough
-for any split, and the strong-scaling limit, where it has so few sequences that tensor parallelism has to go past the key/value heads. Ours: every grid
-(data, z, y, x) that the batch allows, with and without batch-split overlap, with streamed weights and with FSDP2's. Theirs: every split of FSDP2 (HSDP and
-DDP included) x `parallelize_module`, with prefetch, with and without sequence parallelism, weights gathered again or kept (`benchmarks.baseline`).
+for any split, and the strong-scaling limit, where it has so few sequences that tensor parallelism has to leave the node. Ours, with clipping: every grid
+(data, z, y, x) that the batch allows, with and without batch-split overlap, with streamed weights and with FSDP2's. Theirs: every split of FSDP2 (HSDP
+included; one shard stands for DDP) x `parallelize_module`, with prefetch, with and without sequence parallelism, weights gathered again or kept (`benchmarks.baseline`).
 All are estimated with links that are not shared; the best of each side are played, and the fastest of them compared.
 
     python -m benchmarks.headline
@@ -26,11 +26,10 @@ from benchmarks.cluster import why_not
 from benchmarks.slow_motion import steps
 from benchmarks.slow_motion.conductor import MOST_CPU, Orchestra, Played
 from benchmarks.slow_motion.machines import Scale
-from benchmarks.slow_motion.program import Item, Program
+from benchmarks.slow_motion.program import Program
 from fourfold import Overlap
 from fourfold.config.describe import sized_model_config
 from fourfold.mesh.axes import factorisations
-from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.inputs.cluster import Cluster, preset
 
 THRESHOLD = 1.26
@@ -109,6 +108,7 @@ class Found:
     cluster: str
     regime: str
     estimates: dict[str, float]
+    collectives: dict[str, int]  # of a step of a rank
     played: dict[str, Played]
 
     def best(self, side: str) -> str:
@@ -123,17 +123,13 @@ def search(name: str, regime: str, rounds: int) -> Found:
     cluster = cluster_of(name)
     job = steps.Job(MODEL, *REGIMES[regime])
 
-    def alone(item: Item) -> float:
-        _, kind, (stride, ranks), size = item
-        return collective_s(kind, size, ranks, stride, cluster)
-
     programs: dict[str, Program] = {}
     for words, make in (ours(job, cluster) | theirs(job, cluster)).items():
         try:
             programs[words] = make()
         except ValueError as error:
             print(f"    {words}: rejected: {error}", flush=True)
-    estimates = {words: program.alone_s(alone) for words, program in programs.items()}
+    estimates = {words: program.alone_s(steps.price_of(cluster)) for words, program in programs.items()}
     ranked = sorted(estimates, key=lambda words: estimates[words])
     chosen = [w for side in ("ours", "theirs") for w in [r for r in ranked if r.startswith(side)][:BEST]]
     same = _on_their_layout(chosen[BEST], programs)
@@ -143,7 +139,8 @@ def search(name: str, regime: str, rounds: int) -> Found:
     whole_mbit = cluster.links.node_gbps * cluster.library.node_share * 8e3 / dilation
     scale = Scale(dilation, max(1.0, whole_mbit / NODE_MBIT))
     with Orchestra(cluster, NODES, scale, {words: programs[words] for words in chosen}) as orchestra:
-        return Found(name, regime, estimates, orchestra.play(rounds))
+        counts = {words: len(program.sends()) for words, program in programs.items()}
+        return Found(name, regime, estimates, counts, orchestra.play(rounds))
 
 
 def _on_their_layout(words: str, programs: dict[str, Any]) -> str | None:
@@ -158,7 +155,9 @@ def show(found: Found) -> None:
     print(f"\n{found.cluster}, {found.regime}: {found.faster:.2f} x faster (threshold {THRESHOLD})")
     for words, seconds in sorted(found.estimates.items(), key=lambda item: item[1]):
         said = f"played {found.played[words]}" if words in found.played else ""
-        print(f"    {words:66} estimated {seconds * 1e3:8.2f} ms {said}")
+        print(
+            f"    {words:66} {found.collectives[words]:4} collectives, estimated {seconds * 1e3:8.2f} ms {said}"
+        )
     same = _on_their_layout(found.best("theirs"), dict(found.played))
     if same is not None:
         engine = found.played[found.best("theirs")].median_s / found.played[same].median_s

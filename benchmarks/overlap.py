@@ -27,7 +27,6 @@ from benchmarks.slow_motion.program import Program
 from fourfold import Overlap
 from fourfold.config.describe import sized_model_config
 from fourfold.mesh.axes import AXES
-from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.inputs.cluster import Cluster, Library, preset
 
 THRESHOLDS = {"x": 1.10, "y": 1.10, "z": 1.08, "data": 1.05}
@@ -106,7 +105,7 @@ def measure(axis: str, share: str, rounds: int) -> Result:
     for _ in range(20):
         rate *= _alone_s(plain, cluster_of(rate)) / wanted_s
     cluster = cluster_of(rate)
-    phases = plain.by_phase(lambda item: collective_s(item[1], item[3], item[2][1], item[2][0], cluster))
+    phases = plain.by_phase(steps.price_of(cluster))
     floor_s = sum(max(phase) for phase in phases)
     programs["communication"] = plain.without("work")
     scale = Scale(dilation=STEP_S / compute_s, payload=PAYLOAD)
@@ -117,7 +116,7 @@ def measure(axis: str, share: str, rounds: int) -> Result:
 
 
 def _alone_s(program: Program, cluster: Cluster) -> float:
-    return sum(collective_s(i[1], i[3], i[2][1], i[2][0], cluster) for i in program.sends())
+    return sum(map(steps.price_of(cluster), program.sends()))
 
 
 def show(result: Result) -> None:

@@ -1,4 +1,4 @@
-"""A cluster in slow motion: devices and links a hundred or a thousand times slower, on which schedules can be measured.
+"""A cluster in slow motion: devices and links tens or hundreds of times slower, on which schedules can be measured.
 
 Eight ranks that compute on two cores measure the cores. Here nothing is computed. A step of the real engine runs once, on tensors
 without values, and what it asks of a device is written down: work on streams, collectives, and who waits for whom (`recorder.py`).

@@ -65,8 +65,7 @@ class Orchestra:
         try:
             for rank in range(self.machines.hosts):
                 player = [sys.executable, "-m", "benchmarks.slow_motion.player", path, str(rank)]
-                # It runs as soon as it wakes up, also beside other work, and hardly ever does.
-                self.machines.start(rank, ["chrt", "--fifo", "10", *player])
+                self.machines.start(rank, player)
         finally:
             if before is None:
                 del os.environ["PYTHONPATH"]

@@ -85,21 +85,8 @@ class Machines(hosts.Cluster):
             for (own, port, bridge), address in zip(
                 links, (self.inside(rank), self.outside(rank)), strict=True
             ):
-                call(
-                    "ip",
-                    "-n",
-                    switch,
-                    "link",
-                    "add",
-                    port,
-                    "type",
-                    "veth",
-                    "peer",
-                    "name",
-                    own,
-                    "netns",
-                    host,
-                )
+                veth = ["type", "veth", "peer", "name", own, "netns", host]
+                call("ip", "-n", switch, "link", "add", port, *veth)
                 call("ip", "-n", switch, "link", "set", port, *_SIZE, "master", bridge, "up")
                 call("ip", "-n", host, "link", "set", own, *_SIZE, "up")
                 call("ip", "-n", host, "address", "add", f"{address}/24", "dev", own)

@@ -45,9 +45,9 @@ class Program:
     def wait(self, stream: str, event: int) -> None:
         self.streams[stream].append(["await", event])
 
-    def send(self, stream: str, kind: str, group: tuple[int, int], size: float, *, lane: str = "") -> int:
+    def send(self, stream: str, kind: str, group: tuple[int, int], size: float) -> int:
         """A collective that begins when ``stream`` comes to it, on its group's own stream; the event of its end."""
-        own = f"group {group[0]} {group[1]} {lane}".rstrip()
+        own = f"group {group[0]} {group[1]}"
         self.wait(own, self.record(stream))
         self.streams[own].append(["send", kind, list(group), size])
         return self.record(own)

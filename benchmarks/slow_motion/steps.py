@@ -1,4 +1,4 @@
-"""The programs of training steps: forward, backward, clipping and AdamW, of Fourfold on a grid."""
+"""The programs of training steps, of Fourfold on a grid and of stock PyTorch, and what their collectives cost alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import LlamaConfig
 
 from benchmarks import baseline
-from benchmarks.slow_motion.program import COMPUTE, Program
+from benchmarks.slow_motion.program import COMPUTE, Item, Program
 from benchmarks.slow_motion.recorder import Recorder
 from fourfold.dry_run.recorder import replaced
 from fourfold.dry_run.run import as_module, fake_grid
@@ -22,6 +22,7 @@ from fourfold.optim.clip import clip_grad_norm_
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.options import Options
 from fourfold.parallel.parallelize import arrange
+from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.inputs.cluster import Cluster
 
 Shape = tuple[int, int, int, int]
@@ -38,7 +39,7 @@ class Job:
 
 
 def fourfold(job: Job, shape: Shape, cluster: Cluster, *, optimizes: bool = True, **options: Any) -> Program:
-    """A step of a rank on a grid (data, z, y, x), after one that is not recorded."""
+    """Forward, backward, clipping and AdamW of a rank on a grid (data, z, y, x), after steps that are not recorded."""
     with fake_grid(shape) as grid:
         model = as_module(job.config)
         arrange(model, grid, Options(**options), seed=0, is_dry=True)
@@ -67,7 +68,7 @@ def fourfold(job: Job, shape: Shape, cluster: Cluster, *, optimizes: bool = True
 
 
 def stock(job: Job, layout: baseline.Layout, cluster: Cluster, **options: Any) -> Program:
-    """A step of stock PyTorch: FSDP2 with prefetch, `parallelize_module`, loss parallel, fused AdamW."""
+    """A step of stock PyTorch: FSDP2 with prefetch, `parallelize_module`, loss parallel, fused AdamW; without clipping."""
     shape = (layout.replicas, layout.shards, 1, layout.tensor)
     with fake_grid(shape):
         baseline.make_meshes(layout)  # which reads values
@@ -87,6 +88,16 @@ def stock(job: Job, layout: baseline.Layout, cluster: Cluster, **options: Any) -
             return step
 
         return _recorded(begin, cluster)
+
+
+def price_of(cluster: Cluster) -> Callable[[Item], float]:
+    """What a collective of a program takes on this cluster if it has its links for itself."""
+
+    def price(item: Item) -> float:
+        _, kind, (stride, ranks), size = item
+        return collective_s(kind, size, ranks, stride, cluster)
+
+    return price
 
 
 def _recorded(begin: Callable[[], Step], cluster: Cluster) -> Program:

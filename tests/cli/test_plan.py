@@ -195,20 +195,12 @@ def test_a_run_config_that_was_planned_is_planned_anew(run_config, capsys):
 
 
 def test_compiled_blocks_are_priced_by_formulas_alone(run_config, capsys, tmp_path):
-    words = [
-        "plan",
-        str(run_config),
-        "--cluster",
-        "dgx-h100",
-        "--gpus",
-        "8",
-        "--json",
-        str(tmp_path / "plan"),
-    ]
+    file = tmp_path / "plan"
+    words = ["plan", str(run_config), "--cluster", "dgx-h100", "--gpus", "8", "--json", str(file)]
     steps = []
     for more in (["--no-compile"], [], ["--compile"], ["--set", "engine.compile=true"]):
         assert main([*words, *more]) == 0
-        steps.append(json.loads((tmp_path / "plan").read_text())["ranked"][0]["step_s"])
+        steps.append(json.loads(file.read_text())["ranked"][0]["step_s"])
     assert steps[0] > 1.05 * steps[1]
     assert steps[1] == steps[2] == steps[3], "GPUs compile unless told otherwise"
     capsys.readouterr()
@@ -248,21 +240,13 @@ def test_a_plan_for_another_batch_is_not_written(config, run_config, capsys):
     before = run_config.read_text()
     assert plan(config, "--write", str(run_config)) == 2
     assert "has a batch of 512 x 8192 tokens, and the plan is for 128 x 8192" in capsys.readouterr().err
-    words = ["plan", str(run_config), "--cluster", "dgx-h100", "--gpus", "256", "--precision", "fp32"]
-    assert main([*words, "--write", str(run_config)]) == 2
-    assert "has engine.precision=bf16, and the plan is for fp32" in capsys.readouterr().err
-    words = [
-        "plan",
-        str(run_config),
-        "--cluster",
-        "dgx-h100",
-        "--gpus",
-        "256",
-        "--set",
-        "optimizer.name=muon",
-    ]
-    assert main([*words, "--write", str(run_config)]) == 2
-    assert "has optimizer.name=adamw, and the plan is for muon" in capsys.readouterr().err
+    words = ["plan", str(run_config), "--cluster", "dgx-h100", "--gpus", "256", "--write", str(run_config)]
+    for more, said in (
+        (["--precision", "fp32"], "has engine.precision=bf16, and the plan is for fp32"),
+        (["--set", "optimizer.name=muon"], "has optimizer.name=adamw, and the plan is for muon"),
+    ):
+        assert main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
     assert run_config.read_text() == before
 
 
