@@ -8,11 +8,8 @@ model is not modified. It is built to be hard to beat:
   Each linear that takes a tensor of its own reduces the gradient of it: that would be five backward.
 - Between linears everything is a plain tensor: norms, attention and residuals pay no DTensor dispatch. AdamW is fused
   and steps the local shards, which gives the same numbers as on DTensors.
-- FSDP2 relies on streams to run its collectives beside the work, and a CPU has none: as it comes, each of them blocks.
-  Gathers are started ahead by an option of its own; with ``overlap``, which is more than PyTorch has, gradients are
-  reduced behind backward as well, as they are on GPUs.
-- Gloo's reduce-scatter is an all-reduce of which most is thrown away. With ``lean_reduce_scatter`` an all-to-all and a
-  local sum take its place, and send half as much.
+- FSDP2 gathers on streams of its own, and more groups ahead than it does unasked. On CPU streams do nothing, and its collectives block;
+  where speed is measured (`benchmarks.slow_motion`), they are those of CUDA.
 """
 
 from __future__ import annotations
@@ -27,10 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-# The interface of `FSDPModule.set_custom_reduce_scatter` (seen in torch 2.13.0).
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -88,18 +82,15 @@ class Baseline:
         layout: Layout,
         mesh: DeviceMesh,
         parameters: dict[str, _Parameter],
-        reduction: _Reduction | None,
-        partial: Sequence[
-            str
-        ],  # names of parameters whose gradients are still to be summed over the tensor ranks
+        partial: Sequence[str],
         optimizer: dict[str, Any],
     ) -> None:
+        """``partial``: names of parameters whose gradients are still to be summed over the tensor ranks."""
         self.model = model
         self.layout = layout
         self._mesh = mesh
         self._data_group = make_meshes(layout)[1].get_group("data")
         self._parameters = parameters
-        self._reduction = reduction
         self._partial = partial
         self._shards = {n: nn.Parameter(_local(p.stored.detach())) for n, p in parameters.items()}
         self.optimizer = torch.optim.AdamW(self._shards.values(), **optimizer)
@@ -132,8 +123,6 @@ class Baseline:
             reported = _local(loss.detach()).clone()
             work = dist.all_reduce(reported, dist.ReduceOp.AVG, self._data_group, async_op=True)
             loss.backward()
-        if self._reduction is not None:
-            self._reduction.finish()
         self._sum_partial_gradients()
         work.wait()
         return reported
@@ -196,19 +185,15 @@ def build(
     sequence_parallel: bool = False,
     reshard_after_forward: bool = True,
     prefetch_depth: int = 1,
-    overlap: bool = True,
-    lean_reduce_scatter: bool = True,
     precision: Literal["fp32", "bf16"] = "fp32",
-    has_streams: bool = False,
     seed: int = 0,
     optimizer: dict[str, Any] | None = None,
 ) -> Baseline:
     """An unmodified Llama with the random weights of ``seed``, on the layout's ranks.
 
     Tensor parallelism first, recomputation and data parallelism around it. ``reshard_after_forward=False`` keeps the
-    gathered weights until backward: fewer bytes sent for more memory. With ``overlap=False`` all parts are PyTorch's own.
-    In bf16 FSDP2 casts the weights, and reduces gradients in fp32, also of one shard. ``has_streams``: prefetch needs no help.
-    ``optimizer`` holds options of AdamW; gradients are not accumulated over steps.
+    gathered weights until backward: fewer bytes sent for more memory. In bf16 FSDP2 casts the weights, and reduces gradients in
+    fp32, also of one shard. ``optimizer`` holds options of AdamW; gradients are not accumulated over steps.
     """
     _check(config, layout)
     torch.manual_seed(seed)
@@ -224,15 +209,9 @@ def build(
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
     wrapped: nn.Module = model
-    reduction = None
     if layout.shards > 1 or precision == "bf16":
-        reduction = _fully_shard(
-            model, mesh, layout, reshard_after_forward, overlap, lean_reduce_scatter, precision
-        )
+        _fully_shard(model, mesh, layout, reshard_after_forward, precision)
         _prefetch(model, prefetch_depth)
-        if not has_streams:
-            # Not public (seen in torch 2.13.0). Without it a gather blocks where there are no streams, and is ahead of nothing.
-            model._set_unshard_async_op(True)  # type: ignore[operator]
     elif layout.replicas > 1:
         # FSDP2 with one shard copies every weight in and every gradient out.
         wrapped = DistributedDataParallel(
@@ -251,7 +230,6 @@ def build(
         layout,
         mesh,
         parameters,
-        reduction,
         [name for name in parameters if cut_sequence and "norm" in name],
         {"fused": True} | (optimizer or {}),
     )
@@ -345,13 +323,10 @@ def _fully_shard(
     mesh: DeviceMesh,
     layout: Layout,
     reshard_after_forward: bool,
-    overlap: bool,
-    lean_reduce_scatter: bool,
     precision: Literal["fp32", "bf16"],
-) -> _Reduction | None:
+) -> None:
     """A group for each layer, one for the embedding, one for the last norm and the head."""
-    # With overlap the replicas are left to _Reduction: FSDP2's own all-reduce would block, and not wait for ours.
-    data_mesh = mesh["replicate", "shard"] if layout.replicas > 1 and not overlap else mesh["shard"]
+    data_mesh = mesh["replicate", "shard"] if layout.replicas > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -365,13 +340,6 @@ def _fully_shard(
     # Backward begins with these: they stay gathered.
     shard([inner.norm, model.lm_head], reshard_after_forward=False)
     shard(model)
-    if not overlap:
-        return None
-    reduction = _Reduction(mesh.get_group("replicate") if layout.replicas > 1 else None, lean_reduce_scatter)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(reduction)
-    return reduction
 
 
 def _prefetch(model: LlamaForCausalLM, depth: int) -> None:
@@ -382,70 +350,3 @@ def _prefetch(model: LlamaForCausalLM, depth: int) -> None:
     backward = order[:1:-1]  # the embedding is not gathered again
     for i, module in enumerate(backward):
         module.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + depth])
-
-
-class _Reduction(ReduceScatter):
-    """Means of gradients, started when FSDP2 asks for them and waited for when backward is over.
-
-    FSDP2 makes views of the result and does not read it, in fp32 and without accumulation. Gradients of a group go over
-    the shards, then over the replicas; the second begins when the next group comes by, which is after about one layer
-    of backward and in the same order on all ranks.
-    """
-
-    def __init__(self, replica_group: dist.ProcessGroup | None, lean: bool) -> None:
-        self._replica_group = replica_group
-        self._lean = lean
-        self._scatter: _Scatter | None = None
-        self._replica_works: list[dist.Work] = []
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        self._end_scatter()
-        self._scatter = _Scatter(output_tensor, input_tensor, group, op, self._lean)
-
-    def finish(self) -> None:
-        self._end_scatter()
-        for work in self._replica_works:
-            work.wait()
-        self._replica_works.clear()
-
-    def _end_scatter(self) -> None:
-        if self._scatter is None:
-            return
-        output = self._scatter.wait()
-        self._scatter = None
-        if self._replica_group is not None:
-            work = dist.all_reduce(output, dist.ReduceOp.AVG, self._replica_group, async_op=True)
-            self._replica_works.append(work)
-
-
-class _Scatter:
-    """One reduce-scatter under way; keeps its buffers alive."""
-
-    def __init__(self, output: Tensor, tensor: Tensor, group: dist.ProcessGroup, op: Any, lean: bool) -> None:
-        self._output = output
-        self._tensor = tensor
-        self._received: Tensor | None = None
-        if lean:
-            if op != dist.ReduceOp.AVG:
-                raise ValueError(f"gradients are averaged, FSDP2 asks for {op}")
-            self._received = torch.empty_like(tensor)
-            self._work = dist.all_to_all_single(self._received, tensor, group=group, async_op=True)
-        else:
-            self._work = dist.reduce_scatter_single(output, tensor, op, group, async_op=True)
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        if self._received is not None:
-            parts = self._received.view(-1, self._output.numel())
-            torch.mean(parts, dim=0, out=self._output)
-        return self._output

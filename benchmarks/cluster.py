@@ -8,7 +8,7 @@ which has no limit. The network of the machine itself is never touched. Needs ro
     python -m benchmarks.cluster --hosts 4 --ranks-per-host 2 --mbit 400 -- script.py its arguments
     python -m benchmarks.cluster --hosts 2 --mbit 400 -- -m package.module its arguments
 
-A benchmark takes `Cluster` instead; its ranks may call `set_rate` to change the rate of all links while they run.
+A benchmark takes `Cluster` instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from types import FrameType, TracebackType
 from typing import IO
 
 NEEDS = "needs root and iproute2 (Debian: apt-get install iproute2)"
-VARIABLE = "FOURFOLD_CLUSTER"  # name of the run and number of hosts, for set_rate in ranks
 NAMESPACES = Path("/run/netns")
 MAX_HOSTS = 64
 TIMED_OUT = 124  # the exit code of timeout(1)
@@ -47,8 +46,7 @@ PIECE_BYTES = 36_000
 # What a link may send at once after a pause. HTB goes into debt for a piece larger than that, TBF would have to cut
 # the piece up or hold a burst of its size. The time makes up for timers that fire late at high rates.
 BURST_BYTES, BURST_S = 9_100, 1e-4
-# Queue of a link. Beyond it packets are lost, and a loss can cost a retransmission timer of 200 ms. It does not change
-# with the rate, so that a change of rate drops nothing.
+# Queue of a link. Beyond it packets are lost, and a loss can cost a retransmission timer of 200 ms.
 QUEUE_BYTES = 4_000_000
 UNLIMITED_MBIT = 1e6
 
@@ -82,17 +80,6 @@ def why_not() -> str | None:
             return None
     except (OSError, RuntimeError) as error:
         return f"{NEEDS}, and the right to make network namespaces: {error}"
-
-
-def set_rate(mbit: float | None) -> None:
-    """Limit every link of the cluster that this rank runs in to `mbit` both ways, from now on; None for no limit.
-
-    Connections live on, and what is queued leaves at the new rate. Only one rank should call it.
-    """
-    if VARIABLE not in os.environ:
-        raise RuntimeError(f"set_rate is for ranks that benchmarks.cluster runs: {VARIABLE} is not set")
-    run, hosts = os.environ[VARIABLE].split(":")
-    _limit(run, int(hosts), mbit, "change")
 
 
 class Cluster:
@@ -151,15 +138,11 @@ class Cluster:
                 *("ip", "netns", "exec", host, "sh", "-c"),
                 "cd /proc/sys/net; echo reno > ipv4/tcp_congestion_control; echo 1 > ipv6/conf/eth0/disable_ipv6; :",
             )
-        _limit(self.run_name, self.hosts, self.mbit, "add")
+        _limit(self.run_name, self.hosts, self.mbit)
 
     @staticmethod
     def address(index: int) -> str:
         return f"10.77.0.{index + 1}"
-
-    def set_rate(self, mbit: float | None) -> None:
-        _limit(self.run_name, self.hosts, mbit, "change")
-        self.mbit = mbit
 
     def cut(self, host: int) -> None:
         """Take a host off the switch: what is sent to it or by it is lost, and nobody is told."""
@@ -197,24 +180,22 @@ class Cluster:
         command: list[str],
         ranks_per_host: int = 1,
         timeout_s: float | None = None,
-        pin: bool = False,
         stdout: int | IO[bytes] | None = None,
     ) -> int:
         """Run `script.py args` or `-m module args` with torchrun on every host; gives the exit code.
 
         When one rank fails, all others are ended. After `timeout_s` they are too, and the code is 124. Ranks write
-        to `stdout`, or where the caller does. With `pin`, host i has core i (modulo their number) to itself.
+        to `stdout`, or where the caller does.
         """
         port = next(self._ports)
         until_s = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
-        cores = sorted(os.sched_getaffinity(0))
         try:
             for index in range(self.hosts):
                 torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(self.hosts)]
                 torchrun += ["--nproc-per-node", str(ranks_per_host), "--node-rank", str(index)]
                 torchrun += ["--master-addr", self.address(0), "--master-port", str(port)]
                 torchrun += ["--local-addr", self.address(index)]
-                self.start(index, [*torchrun, *command], stdout, cores[index % len(cores)] if pin else None)
+                self.start(index, [*torchrun, *command], stdout)
             while True:
                 codes = [agent.poll() for agent in self._agents]
                 failed = [code for code in codes if code]
@@ -231,19 +212,18 @@ class Cluster:
                 self._stop()
 
     def start(
-        self, host: int, command: list[str], stdout: int | IO[bytes] | None = None, core: int | None = None
+        self, host: int, command: list[str], stdout: int | IO[bytes] | None = None
     ) -> subprocess.Popen[bytes]:
         """A process on a host, which ends with the cluster."""
         # Names are not resolved on this network, at once and harmlessly; c10d would warn of each one.
         environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ
         environment |= {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
-        environment[VARIABLE] = f"{self.run_name}:{self.hosts}"
         agent = subprocess.Popen(
             ["ip", "netns", "exec", _host(self.run_name, host), *command],
             env=environment,
             stdout=stdout,
             start_new_session=True,  # so that Ctrl-C reaches only this process, which then ends them in order
-            preexec_fn=functools.partial(_begin_agent, core),
+            preexec_fn=_begin_agent,
         )
         self._agents.append(agent)
         return agent
@@ -305,24 +285,22 @@ def _check_rate(mbit: float | None) -> None:
         raise ValueError(f"mbit={mbit} is not in 1..{UNLIMITED_MBIT:.0f}")
 
 
-def _limit(run: str, hosts: int, mbit: float | None, verb: str) -> None:
-    """Add or change the limit at both ends of every link, all namespaces at once."""
+def _limit(run: str, hosts: int, mbit: float | None) -> None:
+    """Limit both ends of every link, all namespaces at once."""
     _check_rate(mbit)
     mbit = UNLIMITED_MBIT if mbit is None else mbit
     limits = {_host(run, index): {"eth0": mbit} for index in range(hosts)}
     limits[_switch(run)] = {f"port{index}": mbit for index in range(hosts)}
-    limit(limits, verb)
+    limit(limits)
 
 
-def limit(limits: Mapping[str, Mapping[str, float]], verb: str) -> None:
-    """Add or change the limits of devices in namespaces, in Mbit/s, of what they send."""
+def limit(limits: Mapping[str, Mapping[str, float]]) -> None:
+    """Limit what devices in namespaces send, in Mbit/s."""
 
     def lines(device: str, mbit: float) -> str:
         burst_bytes = max(BURST_BYTES, round(mbit * 1e6 / 8 * BURST_S))
         rate = f"rate {round(mbit * 1e6)}bit burst {burst_bytes} cburst {burst_bytes} quantum {PIECE_BYTES}"
-        limit = f"class {verb} dev {device} parent 1: classid 1:1 htb {rate}\n"
-        if verb == "change":
-            return limit
+        limit = f"class add dev {device} parent 1: classid 1:1 htb {rate}\n"
         tree = f"qdisc add dev {device} root handle 1: htb default 1\n"
         return tree + limit + f"qdisc add dev {device} parent 1:1 bfifo limit {QUEUE_BYTES}\n"
 
@@ -388,11 +366,9 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
 _libc = ctypes.CDLL(None)
 
 
-def _begin_agent(core: int | None) -> None:
+def _begin_agent() -> None:
     pr_set_pdeathsig = 1  # <linux/prctl.h>: if this process is killed, the agent is told to end
     _libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
-    if core is not None:
-        os.sched_setaffinity(0, {core})
 
 
 def _send(address: str) -> None:
@@ -438,7 +414,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cluster",
-        usage="%(prog)s [--hosts H] [--ranks-per-host R] [--mbit M] [--no-measure] [--pin] -- script.py …",
+        usage="%(prog)s [--hosts H] [--ranks-per-host R] [--mbit M] [--no-measure] -- script.py …",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -446,7 +422,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks-per-host", type=int, default=1, help="number of ranks on each (1)")
     parser.add_argument("--mbit", type=float, help="rate of each host's link, each way, in Mbit/s (no limit)")
     parser.add_argument("--no-measure", action="store_true", help="do not measure the network first")
-    parser.add_argument("--pin", action="store_true", help="give the ranks of host i core i modulo cores")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options, command = parser.parse_args(arguments[:split]), arguments[split + 1 :]
     if not command or command == ["-m"]:
@@ -473,7 +448,7 @@ def main(arguments: list[str] | None = None) -> int:
                     f"{seen.within_mbit:.0f} Mbit/s within a host",
                     flush=True,
                 )
-            return cluster.run(command, options.ranks_per_host, pin=options.pin)
+            return cluster.run(command, options.ranks_per_host)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

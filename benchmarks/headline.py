@@ -1,7 +1,7 @@
 """The best 4D layout compared with the best layout of stock PyTorch, on the same cluster in slow motion.
 
 Four nodes of four devices, with the proportions of three clusters (`benchmarks.slow_motion`), in two regimes: a global batch large enough
-for any split, and the strong-scaling limit, where it has so few sequences that tensor parallelism has to leave the node. Ours, with clipping: every grid
+for any split, and the strong-scaling limit, where it has so few sequences that tensor parallelism has to leave the node. Ours: every grid
 (data, z, y, x) that the batch allows, with and without batch-split overlap, with streamed weights and with FSDP2's. Theirs: every split of FSDP2 (HSDP
 included; one shard stands for DDP) x `parallelize_module`, with prefetch, with and without sequence parallelism, weights gathered again or kept (`benchmarks.baseline`).
 All are estimated with links that are not shared; the best of each side are played, and the fastest of them compared.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,39 +25,23 @@ from benchmarks import baseline
 from benchmarks.cluster import why_not
 from benchmarks.slow_motion import steps
 from benchmarks.slow_motion.conductor import MOST_CPU, Orchestra, Played
-from benchmarks.slow_motion.machines import Scale
 from benchmarks.slow_motion.program import Program
+from benchmarks.slow_motion.proportions import CLUSTERS, cluster_of, scale_of
 from fourfold import Overlap
 from fourfold.config.describe import sized_model_config
 from fourfold.mesh.axes import factorisations
-from fourfold.planner.inputs.cluster import Cluster, preset
+from fourfold.planner.inputs.cluster import Cluster
 
 THRESHOLD = 1.26
 NODES, PER_NODE = 4, 4
 WORLD = NODES * PER_NODE
 BEST = 4  # of each side are played
 STEP_S = 2.0  # of the fastest, here
-# Megabits that the links of a node move in a second, here.
-NODE_MBIT = 200.0
 # regime: (sequences in the global batch, tokens in each)
 REGIMES = {"large batch": (64, 2048), "strong scaling": (2, 4096)}
 MODEL = sized_model_config("8b", 32_000) | {"num_hidden_layers": 2, "tie_word_embeddings": False}
-CLOUD = "100 Gbit/s cloud"
-CLUSTERS = ("dgx-h100", "frontier", CLOUD)
 # bytes: keep every gathered weight until backward, as with reshard_after_forward=False
 ALL_WEIGHTS = 2**40
-
-
-def cluster_of(name: str) -> Cluster:
-    """Nodes of four devices, with the part of the node's cards that four devices have."""
-    whole = preset("dgx-h100" if name == CLOUD else name)
-    links = whole.links
-    node_gbps = 12.5 if name == CLOUD else links.node_gbps * PER_NODE / links.devices_per_node
-    return replace(
-        whole,
-        links=replace(links, devices_per_node=PER_NODE, node_gbps=node_gbps),
-        library=replace(whole.library, algorithms=("ring",), small_gbps=1e-9),
-    )
 
 
 def ours(job: steps.Job, cluster: Cluster) -> dict[str, Callable[[], Program]]:
@@ -71,7 +55,7 @@ def ours(job: steps.Job, cluster: Cluster) -> dict[str, Callable[[], Program]]:
         for interleave in halves:
             overlap = Overlap(interleave=interleave, keep_bytes=ALL_WEIGHTS)
             words = f"ours {shape}" + (", batch-split" if interleave else "")
-            make = partial(steps.fourfold, job, shape, cluster, precision="bf16")
+            make = partial(steps.fourfold, job, shape, cluster, clips=False, precision="bf16")
             makers[words] = partial(make, weights="streamed", overlap=overlap)
             if not interleave:
                 makers[f"{words}, FSDP2"] = partial(make, weights="fsdp2", overlap=Overlap(interleave=False))
@@ -120,7 +104,7 @@ class Found:
 
 
 def search(name: str, regime: str, rounds: int) -> Found:
-    cluster = cluster_of(name)
+    cluster = cluster_of(name, PER_NODE)
     job = steps.Job(MODEL, *REGIMES[regime])
 
     programs: dict[str, Program] = {}
@@ -134,10 +118,7 @@ def search(name: str, regime: str, rounds: int) -> Found:
     chosen = [w for side in ("ours", "theirs") for w in [r for r in ranked if r.startswith(side)][:BEST]]
     same = _on_their_layout(chosen[BEST], programs)
     chosen += [same] if same and same not in chosen else []
-    dilation = STEP_S / estimates[ranked[0]]
-    # What is measured of links are their rates; fewer bytes leave the proportions.
-    whole_mbit = cluster.links.node_gbps * cluster.library.node_share * 8e3 / dilation
-    scale = Scale(dilation, max(1.0, whole_mbit / NODE_MBIT))
+    scale = scale_of(cluster, estimates[ranked[0]], STEP_S)
     with Orchestra(cluster, NODES, scale, {words: programs[words] for words in chosen}) as orchestra:
         counts = {words: len(program.sends()) for words, program in programs.items()}
         return Found(name, regime, estimates, counts, orchestra.play(rounds))

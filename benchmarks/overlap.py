@@ -23,7 +23,7 @@ from benchmarks.cluster import why_not
 from benchmarks.slow_motion import steps
 from benchmarks.slow_motion.conductor import MOST_CPU, Orchestra, Played
 from benchmarks.slow_motion.machines import Scale
-from benchmarks.slow_motion.program import Program
+from benchmarks.slow_motion.proportions import balanced
 from fourfold import Overlap
 from fourfold.config.describe import sized_model_config
 from fourfold.mesh.axes import AXES
@@ -86,12 +86,12 @@ def measure(axis: str, share: str, rounds: int) -> Result:
         sequences=SEQUENCES,
         length=LENGTH,
     )
-    probe = cluster_of(50.0)
     programs = {
         name: steps.fourfold(
             job,
             shape,
-            probe,
+            cluster_of(50.0),
+            clips=False,
             optimizes=False,
             weights="streamed",
             precision="bf16",
@@ -101,10 +101,7 @@ def measure(axis: str, share: str, rounds: int) -> Result:
     }
     plain = programs["nothing"]
     compute_s = plain.work_s()
-    wanted_s, rate = compute_s * SHARES[share], 50.0
-    for _ in range(20):
-        rate *= _alone_s(plain, cluster_of(rate)) / wanted_s
-    cluster = cluster_of(rate)
+    cluster = balanced(plain, cluster_of, compute_s * SHARES[share])
     phases = plain.by_phase(steps.price_of(cluster))
     floor_s = sum(max(phase) for phase in phases)
     programs["communication"] = plain.without("work")
@@ -112,11 +109,7 @@ def measure(axis: str, share: str, rounds: int) -> Result:
     with Orchestra(cluster, 2, scale, programs) as orchestra:
         played = orchestra.play(rounds)
     alone_s = played.pop("communication").median_s
-    return Result(axis, share, rate, compute_s, alone_s, floor_s, played)
-
-
-def _alone_s(program: Program, cluster: Cluster) -> float:
-    return sum(map(steps.price_of(cluster), program.sends()))
+    return Result(axis, share, cluster.links.node_gbps, compute_s, alone_s, floor_s, played)
 
 
 def show(result: Result) -> None:

@@ -97,7 +97,7 @@ class Machines(hosts.Cluster):
             )
             limits[host] = {"eth0": self.device_mbit}
             limits[switch][f"a{rank}"] = self.device_mbit
-        hosts.limit(limits, "add")
+        hosts.limit(limits)
 
     def measured_mbit(self) -> tuple[float, float]:
         """What one connection reaches inside a node, and between two."""

@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
     def _sent_functionally(self, func: Any, args: Any, out: Any) -> Any:
         name = func._overloadpacket.__name__
         if name == "wait_tensor":
-            event = self._by_storage.pop(out.untyped_storage()._cdata, None)
+            event = self._by_storage.get(args[0].untyped_storage()._cdata)
             if event is not None:
                 self.program.wait(self.stream, event)
             return out

@@ -38,7 +38,9 @@ class Job:
     length: int
 
 
-def fourfold(job: Job, shape: Shape, cluster: Cluster, *, optimizes: bool = True, **options: Any) -> Program:
+def fourfold(
+    job: Job, shape: Shape, cluster: Cluster, *, clips: bool = True, optimizes: bool = True, **options: Any
+) -> Program:
     """Forward, backward, clipping and AdamW of a rank on a grid (data, z, y, x), after steps that are not recorded."""
     with fake_grid(shape) as grid:
         model = as_module(job.config)
@@ -57,8 +59,9 @@ def fourfold(job: Job, shape: Shape, cluster: Cluster, *, optimizes: bool = True
                 loss = model(input_ids=ids, labels=ids).loss
                 program.backward = program.record(COMPUTE)
                 loss.backward()
-                if optimizes:
+                if clips:
                     clip_grad_norm_(model.parameters(), 1.0, grid)
+                if optimizes:
                     optimizer.step()
                 optimizer.zero_grad()
 
@@ -75,9 +78,7 @@ def stock(job: Job, layout: baseline.Layout, cluster: Cluster, **options: Any) -
         config = LlamaConfig(**{k: v for k, v in job.config.items() if k != "model_type"})
 
         def begin() -> Step:
-            built = baseline.build(
-                config, layout, overlap=False, precision="bf16", has_streams=True, **options
-            )
+            built = baseline.build(config, layout, precision="bf16", **options)
             rows = built.local_rows(job.sequences)
             ids = torch.zeros(rows.stop - rows.start, job.length, dtype=torch.int64)
 

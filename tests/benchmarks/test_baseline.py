@@ -106,8 +106,6 @@ def test_so_are_those_of_a_cut_sequence(pool: RankPool, layout: Layout) -> None:
     [
         {"activation_checkpointing": True, "prefetch_depth": 2},
         {"activation_checkpointing": True, "sequence_parallel": True, "reshard_after_forward": False},
-        {"overlap": False},
-        {"lean_reduce_scatter": False},
     ],
     ids=lambda options: " ".join(options),
 )
@@ -147,7 +145,7 @@ def test_a_layer_sends_no_more_than_it_must(
     assert more == {
         "c10d_functional.all_reduce": all_reduces,
         "c10d._allgather_base_": gathers,
-        "c10d.alltoall_base_": 1,
+        "c10d._reduce_scatter_base_": 1,
     }
 
 

@@ -25,7 +25,6 @@ def simulated(*events, **factors):
     alone = {
         "link_of": lambda s: s.axis,
         "slow_down": lambda s: (1.0, 1.0),
-        "in_flight": 1,
         "keep_spans": False,
     }
     return simulate(events, lambda o: o.flops, lambda s: s.payload_bytes, **alone | factors)
@@ -116,21 +115,6 @@ def test_two_in_flight_take_more_of_the_processor_than_one():
     # On one link each goes on at half its rate and takes half of that: for 3 s together they take a third.
     shared = {"link_of": lambda s: "one", "slow_down": lambda s: (1.5, 1.0)}
     assert simulated(start(2, "z"), start(2, "x"), work(2), **shared).compute_s == pytest.approx(3)
-
-
-def test_two_of_an_axis_may_be_under_way_and_share_its_link():
-    # Half a rate each: the first is done at 2 s, the second has 1 s left then, and so on.
-    events = (
-        start(1, module="a"),
-        start(2, module="b"),
-        start(1, module="c"),
-        wait("z", "a"),
-        wait("z", "c"),
-    )
-    step = simulated(*events, in_flight=2)
-    assert step.exposed_s["z"] == 4  # c begins at 2 s, beside b's last second
-    assert simulated(*events).step_s == 4
-    assert simulated(*events, in_flight=2, link_of=lambda s: s.module).step_s == 2
 
 
 def test_spans_tell_when_each_was_under_way():

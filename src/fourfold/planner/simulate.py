@@ -14,7 +14,6 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 
 from fourfold.dry_run.events import Event, Operation, Start, Track
 from fourfold.planner.cost.collective import collective_s
@@ -80,7 +79,6 @@ def predict(
         collective,
         link_of=link,
         slow_down=slow_down,
-        in_flight=cluster.library.in_flight,
         keep_spans=keep_spans,
     )
 
@@ -103,16 +101,15 @@ def simulate(
     *,
     link_of: Callable[[Start], Hashable],
     slow_down: Callable[[Start], tuple[float, float]],
-    in_flight: int,
     keep_spans: bool,
 ) -> Simulated:
     """Simulate the events of a step.
 
     ``link_of`` names the link that a collective uses, such as the one inside a node or the one between nodes.
     ``slow_down``: how much longer computation takes while this collective is in flight, and how much longer the
-    collective while there is computation. ``in_flight``: how many of one axis run at a time.
+    collective while there is computation.
     """
-    track = _Tracks(in_flight)
+    track = _Tracks()
     under_way: dict[tuple[str, ...], deque[_Flight]] = defaultdict(deque)
     compute_s = 0.0
     link_s: dict[Track, float] = defaultdict(float)
@@ -172,9 +169,8 @@ class _Flight:
 
 @dataclass
 class _Tracks:
-    """The clock, and what is in flight: for each axis a queue, of which the first ones are under way."""
+    """The clock, and what is in flight: for each axis a queue, of which the first one is under way."""
 
-    in_flight: int = 1
     now_s: float = 0.0
     queues: dict[Track, deque[_Flight]] = field(default_factory=lambda: defaultdict(deque))
     landed: list[_Flight] = field(default_factory=list)
@@ -210,10 +206,9 @@ class _Tracks:
     def _rates(self, *, computing: bool = False) -> list[tuple[_Flight, float]]:
         """Those under way, and how much of what they would do alone they do in a second."""
         first = [
-            flight
+            queue[0]
             for queue in self.queues.values()
-            for flight in islice(queue, self.in_flight)
-            if flight.after is None or flight.after.end_s < math.inf
+            if queue and (queue[0].after is None or queue[0].after.end_s < math.inf)
         ]
         on_link = Counter(flight.link for flight in first)
         return [(f, 1 / (on_link[f.link] * (f.slowed_by_compute if computing else 1.0))) for f in first]
@@ -231,9 +226,9 @@ class _Tracks:
 
     def _land(self) -> None:
         for queue in self.queues.values():
-            for flight in [f for f in islice(queue, self.in_flight) if f.left_s <= 0]:
-                queue.remove(flight)
+            if queue and queue[0].left_s <= 0:
+                flight = queue.popleft()
                 flight.end_s = self.now_s
                 self.landed.append(flight)
-                if len(queue) >= self.in_flight:
-                    queue[self.in_flight - 1].begin_s = self.now_s
+                if queue:
+                    queue[0].begin_s = self.now_s

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.baseline import Layout
@@ -92,3 +93,13 @@ def test_stock_pytorch_gathers_once_if_weights_are_kept():
         assert over_shards.count("reduce_scatter") == 4  # two blocks, the embedding, the head
         assert not any(item[0] == "send" for item in program.streams[COMPUTE])
     assert counts[True] == counts[False] + 2  # each block again in backward
+
+
+def test_what_reads_a_functional_collective_waits_for_it():
+    recorder = Recorder(CLUSTER)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_grid((1, 1, 1, 2)) as grid, fake, recorder.streams(), recorder.recording() as program:
+        total = all_reduce(torch.ones(64, 64), "sum", grid.mesh["x"])
+        total + 1
+    assert program.alone_s(lambda item: 5.0) == pytest.approx(5.0 + program.work_s(), rel=1e-3)
+    assert [item[0] for item in program.streams[COMPUTE]].count("await") == 1

@@ -81,7 +81,6 @@ class Library:
     in_switch_gain: float = 1.0
     reduce_scatter_factor: float = 1.0  # times the bytes of a ring; Gloo sends twice what is needed
     algorithms: tuple[str, ...] = ("ring", "tree")
-    in_flight: int = 1  # collectives of one group that are under way at a time; Gloo has two threads for each
 
 
 # Gloo's values are of the order seen between processes on one host; calibrate measures real ones.
@@ -99,7 +98,6 @@ LIBRARIES = {
         small_net_hop_us=50.0,
         reduce_scatter_factor=2.0,
         algorithms=("ring",),
-        in_flight=2,
     ),
 }
 
