@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks import baseline
@@ -30,7 +31,7 @@ from benchmarks.slow_motion.proportions import CLUSTERS, cluster_of, scale_of
 from fourfold import Overlap
 from fourfold.config.describe import sized_model_config
 from fourfold.mesh.axes import factorisations
-from fourfold.planner.inputs.cluster import Cluster
+from fourfold.planner.inputs.cluster import Cluster, Device
 
 THRESHOLD = 1.26
 NODES, PER_NODE = 4, 4
@@ -103,16 +104,27 @@ class Found:
         return self.played[self.best("theirs")].median_s / self.played[self.best("ours")].median_s
 
 
+_programs: dict[tuple[Device, str], dict[str, Program]] = {}
+
+
+def programs_of(cluster: Cluster, regime: str) -> dict[str, Program]:
+    """What is played of every layout of both sides: the same for all clusters with this device."""
+    key = cluster.device, regime
+    if key not in _programs:
+        job = steps.Job(MODEL, *REGIMES[regime])
+        found: dict[str, Program] = {}
+        for words, make in (ours(job, cluster) | theirs(job, cluster)).items():
+            try:
+                found[words] = make()
+            except ValueError as error:
+                print(f"    {words}: rejected: {error}", flush=True)
+        _programs[key] = found
+    return _programs[key]
+
+
 def search(name: str, regime: str, rounds: int) -> Found:
     cluster = cluster_of(name, PER_NODE)
-    job = steps.Job(MODEL, *REGIMES[regime])
-
-    programs: dict[str, Program] = {}
-    for words, make in (ours(job, cluster) | theirs(job, cluster)).items():
-        try:
-            programs[words] = make()
-        except ValueError as error:
-            print(f"    {words}: rejected: {error}", flush=True)
+    programs = programs_of(cluster, regime)
     estimates = {words: program.alone_s(steps.price_of(cluster)) for words, program in programs.items()}
     ranked = sorted(estimates, key=lambda words: estimates[words])
     chosen = [w for side in ("ours", "theirs") for w in [r for r in ranked if r.startswith(side)][:BEST]]
@@ -145,6 +157,28 @@ def show(found: Found) -> None:
         print(f"    engine and overlap {engine:.2f} x, layout {found.faster / engine:.2f} x", flush=True)
 
 
+def draw(results: list[Found], path: Path) -> None:
+    """The steps of all layouts that were played, for each cluster and regime."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(len(results), 1, figsize=(9, 2.1 * len(results)), squeeze=False)
+    for panel, found in zip(panels[:, 0], results, strict=True):
+        names = sorted(found.played, key=lambda words: found.played[words].median_s, reverse=True)
+        times = [found.played[words].median_s * 1e3 for words in names]
+        colours = ["#4878a8" if words.startswith("ours") else "#d0743c" for words in names]
+        panel.barh(range(len(names)), times, color=colours)
+        panel.set_yticks(range(len(names)), [words.partition(" ")[2] for words in names], fontsize=7)
+        panel.set_title(f"{found.cluster}, {found.regime}: {found.faster:.2f} x", fontsize=9, loc="left")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1, 0].set_xlabel("step, ms; blue: Fourfold (data, z, y, x), orange: stock PyTorch")
+    figure.suptitle(f"{WORLD} devices in slow motion. No GPU has run this", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -154,6 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--regimes", nargs="+", default=list(REGIMES), help="by their first word: large, strong (all)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="steps of each, in turns (3)")
+    parser.add_argument("--figure", type=Path, help="write the figure here (PNG or SVG)")
     options = parser.parse_args(arguments)
     reason = why_not()
     if reason is not None:
@@ -165,6 +200,8 @@ def main(arguments: list[str] | None = None) -> int:
         for regime in regimes:
             results.append(search(name, regime, options.rounds))
             show(results[-1])
+    if options.figure:
+        draw(results, options.figure)
     held = sum(found.faster >= THRESHOLD for found in results)
     factors = ", ".join(f"{found.cluster} {found.regime} {found.faster:.2f}" for found in results)
     busiest = max(played.cpu for found in results for played in found.played.values())

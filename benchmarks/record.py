@@ -21,12 +21,17 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def file_of(words: list[str]) -> str:
-    """The name of a record.
+    """The name of a record; where a figure is drawn is not part of it.
 
     Example:
         >>> file_of(["parity", "--ranks", "8"])
         'parity-ranks-8.json'
+        >>> file_of(["regret", "--figure", "docs/regret.png"])
+        'regret.json'
     """
+    if "--figure" in words:
+        at = words.index("--figure")
+        words = words[:at] + words[at + 2 :]
     return re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()) + ".json"
 
 

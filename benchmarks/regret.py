@@ -27,11 +27,14 @@ from typing import Any
 from benchmarks.cluster import why_not
 from benchmarks.slow_motion import steps
 from benchmarks.slow_motion.conductor import MOST_CPU, Orchestra, Played
+from benchmarks.slow_motion.program import Program
 from benchmarks.slow_motion.proportions import CLOUD, CLUSTERS, cluster_of, scale_of
 from fourfold.cli.dryrun import grid_shape
 from fourfold.config.describe import sized_model_config
+from fourfold.dry_run.events import Event
 from fourfold.dry_run.run import dryrun
 from fourfold.mesh.axes import AXES, factorisations
+from fourfold.planner.inputs.cluster import Cluster, Device
 from fourfold.planner.simulate import Simulated, predict
 
 NODES, PER_NODE = 4, 2
@@ -100,17 +103,29 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def measure(model: str, name: str, grids: Sequence[Shape], rounds: int) -> list[Row]:
-    cluster, job = cluster_of(name, PER_NODE), MODELS[model]
-    options: dict[str, Any] = {"weights": "streamed", "precision": "bf16"}
+    cluster = cluster_of(name, PER_NODE)
     predicted, programs = {}, {}
     for shape in grids:
-        run = dryrun(job.config, shape, sequences=job.sequences, length=job.length, **options)
-        predicted[shape] = predict(run.trace.events, shape, cluster)
-        programs[str(shape)] = steps.fourfold(job, shape, cluster, **options)
+        events, programs[str(shape)] = _step(model, shape, cluster)
+        predicted[shape] = predict(events, shape, cluster)
     scale = scale_of(cluster, min(p.step_s for p in predicted.values()), STEP_S)
     with Orchestra(cluster, NODES, scale, programs) as orchestra:
         played = orchestra.play(rounds)
     return [Row(shape, predicted[shape], played[str(shape)]) for shape in grids]
+
+
+_steps: dict[tuple[str, Shape, Device], tuple[Sequence[Event], Program]] = {}
+
+
+def _step(model: str, shape: Shape, cluster: Cluster) -> tuple[Sequence[Event], Program]:
+    """The events of its dry run, and what is played of it: the same for all clusters with this device."""
+    key = model, shape, cluster.device
+    if key not in _steps:
+        job = MODELS[model]
+        options: dict[str, Any] = {"weights": "streamed", "precision": "bf16"}
+        run = dryrun(job.config, shape, sequences=job.sequences, length=job.length, **options)
+        _steps[key] = run.trace.events, steps.fourfold(job, shape, cluster, **options)
+    return _steps[key]
 
 
 def show(title: str, rows: Sequence[Row]) -> list[Threshold]:
@@ -148,6 +163,9 @@ def draw(settings: Mapping[str, Sequence[Row]], path: Path) -> None:
     for factor in (1 - ERROR, 1 + ERROR):
         axes.plot([low, high], [low * factor, high * factor], color="grey", linewidth=0.6, linestyle="--")
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
     axes.set_xlabel("played step, ms")
     axes.set_ylabel("predicted step, ms")
     axes.set_title(f"All grids of {WORLD} devices on {NODES} nodes, in slow motion", fontsize=10)

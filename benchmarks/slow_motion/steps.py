@@ -118,8 +118,7 @@ def _recorded(begin: Callable[[], Step], cluster: Cluster) -> Program:
     with FakeTensorMode(allow_non_fake_inputs=True), unpacked, meshes, recorder.streams():
         with recorder.recording() as program:
             step = begin()
-            for _ in range(2):  # linears that share an input, FSDP2's buffers, the order of streamed weights
-                step(program)
+            step(program)  # linears that share an input, FSDP2's buffers, the order of streamed weights
         with recorder.recording() as program:
             step(program)
     return program

@@ -156,7 +156,7 @@ def test_a_part_of_the_engine_is_played_at_the_balanced_rate(capsys, monkeypatch
 
 @pytest.mark.nightly
 @needs_cluster
-def test_both_sides_of_the_headline_are_searched_and_played(capfd, monkeypatch):
+def test_both_sides_of_the_headline_are_searched_and_played(tmp_path, capfd, monkeypatch):
     small = sized_model_config("1m", 512) | {"num_hidden_layers": 1, "tie_word_embeddings": False}
     for name, value in {
         "MODEL": small | {"num_key_value_heads": 2},
@@ -168,7 +168,9 @@ def test_both_sides_of_the_headline_are_searched_and_played(capfd, monkeypatch):
         "REGIMES": {"strong scaling": (2, 64)},
     }.items():
         monkeypatch.setattr(headline, name, value)
-    code = headline.main(["--clusters", "dgx-h100", "--rounds", "1"])
+    figure = tmp_path / "headline.png"
+    code = headline.main(["--clusters", "dgx-h100", "--rounds", "1", "--figure", str(figure)])
+    assert figure.stat().st_size > 10_000
     said = capfd.readouterr().out
     (faster,) = re.findall(r"([0-9.]+) x faster", said)
     assert code == (0 if float(faster) >= headline.THRESHOLD else 1)
