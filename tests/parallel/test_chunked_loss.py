@@ -18,6 +18,7 @@ from tests.models import LLAMA_LIKE, VOCABULARY, assert_shards_close, batch, bui
 
 Shape = tuple[int, int, int, int]
 TOKENS = 3  # of a chunk, which does not divide those of a batch
+PIECE = 2  # tokens whose cross entropy is computed at a time
 ROWS = 10  # of the head's gradient at a time, which do not divide the vocabulary
 
 
@@ -25,12 +26,13 @@ class Chunks:
     """Chunks of a few tokens; small models would fit into one."""
 
     def __enter__(self) -> None:
-        self._real = chunked_loss.chunk_tokens, chunked_loss.gradient_rows
-        chunked_loss.chunk_tokens = lambda vocabulary, x: TOKENS  # type: ignore[assignment]
+        self._real = chunked_loss.chunk_tokens, chunked_loss.piece_tokens, chunked_loss.gradient_rows
+        chunked_loss.chunk_tokens = lambda vocabulary, x, each_bytes: TOKENS  # type: ignore[assignment]
+        chunked_loss.piece_tokens = lambda columns: PIECE  # type: ignore[assignment]
         chunked_loss.gradient_rows = lambda features: ROWS  # type: ignore[assignment]
 
     def __exit__(self, *_: object) -> None:
-        chunked_loss.chunk_tokens, chunked_loss.gradient_rows = self._real  # type: ignore[assignment]
+        chunked_loss.chunk_tokens, chunked_loss.piece_tokens, chunked_loss.gradient_rows = self._real  # type: ignore[assignment]
 
 
 class Widest(TorchDispatchMode):
@@ -173,10 +175,9 @@ def lose_a_chunk(shape: Shape) -> bool:
     real = chunked_loss._token_losses
 
     def without_the_first(logits: Tensor, labels: Tensor, *rest: Any) -> Any:
-        loss, gradient = real(logits, labels, *rest)
-        return loss, None if gradient is None else gradient.masked_fill(
-            (labels == labels[0]).unsqueeze(-1), 0.0
-        )
+        loss = real(logits, labels, *rest)
+        logits.masked_fill_((labels == labels[0]).unsqueeze(-1), 0.0)
+        return loss
 
     chunked_loss._token_losses = without_the_first
     try:

@@ -57,7 +57,7 @@ def compare(shape: Shape, kind: str, changes: dict[str, Any], options: dict[str,
     ("shape", "kind", "changes", "options"),
     [
         ((1, 2, 1, 1), "llama", {}, {"activation_checkpointing": "selective"}),
-        ((1, 1, 1, 2), "llama", {"num_hidden_layers": 3}, {}),
+        pytest.param((1, 1, 1, 2), "llama", {"num_hidden_layers": 3}, {}, marks=pytest.mark.nightly),
         ((1, 1, 2, 1), "qwen3", {}, {"activation_checkpointing": "full", "accumulation": "sharded"}),
         pytest.param((1, 1, 1, 2), "gpt2", {}, {"activation_checkpointing": "selective", "precision": "bf16"}, marks=pytest.mark.nightly),
         ((1, 1, 1, 2), "qwen2", {"num_key_value_heads": 1}, {"activations": "replicated"}),
@@ -190,6 +190,6 @@ def compiled_by_the_user(shape: Shape, weights: str) -> None:
     assert torch.equal(model(input_ids=ids, labels=ids).loss, right)
 
 
-@pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
+@pytest.mark.parametrize("weights", [pytest.param("fsdp2", marks=pytest.mark.nightly), "streamed"])
 def test_torch_compile_of_a_parallel_model_leaves_it_as_it_is(pool: RankPool, weights: str) -> None:
     pool.run(compiled_by_the_user, 2, (1, 1, 1, 2), weights)

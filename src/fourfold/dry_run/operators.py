@@ -67,6 +67,9 @@ def _moved_bytes(func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> fl
         written = sum(_touched_bytes(t) for t in outputs)
     if packet in _LOOKUPS:  # of the table only what is looked up
         read = 2 * written
+    if packet is aten.scatter_add_:  # and only what is added to
+        written = _touched_bytes(args[3])
+        read = 3 * written  # with the indices
     return read + written
 
 

@@ -1,20 +1,29 @@
-"""The size of a chunk of the loss. Does not import torch: the planner's formulas need it, too."""
+"""The sizes of the parts of the loss. Does not import torch: the planner's formulas need them, too."""
 
 from __future__ import annotations
 
-CHUNK_BYTES = 128 * 2**20  # of a chunk of the logits in fp32; the loss has a few of that size
+# Of a chunk of the logits: the head's gradient is read and written once for each, however few tokens it has.
+CHUNK_BYTES = 256 * 2**20
+PIECE_BYTES = 128 * 2**20  # of what exists in fp32 at a time: a piece of a chunk, and of the head's gradient
+_TILE = 128  # rows of a matmul's tile on GPUs
 
 
 def gradient_rows(features: int) -> int:
     """Rows of the head's gradient that are computed at a time."""
-    return max(1, CHUNK_BYTES // (4 * features))
+    return max(1, PIECE_BYTES // (4 * features))
 
 
-def chunk_tokens(vocabulary: int, x: int) -> int:
-    """Tokens of a chunk of the logits, equal on all ranks.
+def piece_tokens(columns: int) -> int:
+    """Tokens of a chunk whose cross entropy is computed at a time, in fp32."""
+    return max(1, PIECE_BYTES // (4 * max(1, columns)))
+
+
+def chunk_tokens(vocabulary: int, x: int, each_bytes: int) -> int:
+    """Tokens of a chunk of the logits, equal on all ranks; a logit takes ``each_bytes``.
 
     Example:
-        >>> chunk_tokens(128256, 1), chunk_tokens(128256, 8)
-        (261, 2092)
+        >>> chunk_tokens(128256, 1, 2), chunk_tokens(128256, 8, 2)
+        (1024, 8320)
     """
-    return max(1, CHUNK_BYTES // (4 * -(-vocabulary // x)))
+    tokens = CHUNK_BYTES // (each_bytes * -(-vocabulary // x))
+    return tokens // _TILE * _TILE or max(1, tokens)

@@ -20,7 +20,7 @@ from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.layers import check_range
 from fourfold.parallel.linear_op import Product
-from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows
+from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows, piece_tokens
 
 
 def chunked_cross_entropy(
@@ -89,7 +89,8 @@ class _ChunkedLoss(torch.autograd.Function):
         # [groups, tokens of a group, features]: a rank of in_axis keeps the logits of one group.
         tokens, labels = full.unflatten(0, (groups, -1)), targets.view(groups, -1)
         mine = grid.coordinate(product.in_axis) if groups > 1 else 0
-        size = max(1, chunk_tokens(vocabulary, grid.size(product.out_axis)) // groups)
+        size = chunk_tokens(vocabulary, grid.size(product.out_axis), full.element_size()) // groups
+        size = max(1, size)
         total = torch.zeros((), device=input.device)
         input_gradient = torch.empty_like(tokens) if wants_input else None
         of_weight = _WeightGradient(block) if wants_weight else None
@@ -104,10 +105,10 @@ class _ChunkedLoss(torch.autograd.Function):
             elif product.in_ranks > 1:
                 _wait(product, product.reduce(logits, logits, product.in_axis, leave))
             label = labels[mine, begin : begin + size]
-            loss, gradient = _token_losses(logits, label, first, ignore_index, share, product, any(wants))
-            total += loss
-            if gradient is None:
+            total += _token_losses(logits, label, first, ignore_index, share, product, any(wants))
+            if not any(wants):
                 continue
+            gradient = logits
             del logits
             if groups > 1:
                 whole = gradient.new_empty(gradient.shape[0] * groups, gradient.shape[1])
@@ -206,26 +207,32 @@ def _token_losses(
     share: Tensor,
     product: Product,
     wants_gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """(the sum of the losses of these tokens, the gradient of the logits in their dtype), in fp32 in between."""
-    # In place also if the logits are in fp32 themselves: nobody reads them any more.
-    found = softmax_over_ranks(
-        logits.float(),
-        labels,
-        first,
-        ignore_index,
-        product.collectives,
-        product.out_axis,
-        product.name,
-        in_place=True,
-    )
-    loss = torch.where(found.counted, found.log_z - found.label_logit, 0.0).sum() * share
-    if not wants_gradient:
-        return loss, None
-    wide = found.exponentials.div_(found.total.unsqueeze(-1))
-    found.subtract_labels(wide)
-    wide.mul_((found.counted * share).unsqueeze(-1))
-    return loss, wide.to(logits.dtype)
+) -> Tensor:
+    """The sum of the losses of these tokens. Writes the gradients of the logits over them.
+
+    By pieces, because what is in between is in fp32.
+    """
+    total = torch.zeros((), device=logits.device)
+    size = piece_tokens(logits.shape[-1])
+    for piece, label in zip(logits.split(size), labels.split(size), strict=True):
+        found = softmax_over_ranks(
+            piece,
+            label,
+            first,
+            ignore_index,
+            product.collectives,
+            product.out_axis,
+            product.name,
+            out=piece if piece.dtype == torch.float32 else None,
+        )
+        total += torch.where(found.counted, found.log_z - found.label_logit, 0.0).sum()
+        if wants_gradient:
+            # (exponential - total at the label) * share / total
+            found.subtract_at_labels(found.exponentials, found.total)
+            factor = found.counted * share / found.total
+            torch.mul(found.exponentials, factor.unsqueeze(-1), out=piece)
+        del found  # not to be there with the next piece
+    return total * share
 
 
 class Softmax(NamedTuple):
@@ -239,13 +246,14 @@ class Softmax(NamedTuple):
     column: Tensor  # the label's column on this rank, where it is one
     here: Tensor
 
-    def subtract_labels(self, gradient: Tensor) -> None:
-        if gradient.shape[-1]:
-            gradient.scatter_add_(-1, self.column, -self.here.to(gradient.dtype).unsqueeze(-1))
+    def subtract_at_labels(self, of: Tensor, amount: Tensor | float) -> None:
+        """``amount`` of each token, from the column of its label."""
+        if of.shape[-1]:
+            of.scatter_add_(-1, self.column, -(self.here.to(of.dtype) * amount).unsqueeze(-1))
 
 
 def softmax_over_ranks(
-    wide: Tensor,
+    logits: Tensor,
     labels: Tensor,
     first: int | Tensor,
     ignore_index: int,
@@ -253,23 +261,23 @@ def softmax_over_ranks(
     axis: Axis | None,
     module: str = "",
     *,
-    in_place: bool = False,
+    out: Tensor | None = None,
 ) -> Softmax:
-    """``first`` is the first column of the vocabulary on this rank; ``in_place`` overwrites the logits."""
-    width = wide.shape[-1]
+    """In fp32. ``first`` is the first column of the vocabulary on this rank; the exponentials may be written over logits in fp32."""
+    width = logits.shape[-1]
     local = labels - first
     counted = labels != ignore_index
     here = (local >= 0) & (local < width) & counted
     column = local.clamp(0, max(0, width - 1)).unsqueeze(-1)
     # A rank may have no columns, if the vocabulary is smaller than x.
-    highest = wide.amax(-1) if width else wide.new_full(labels.shape, float("-inf"))
+    highest = logits.amax(-1).float() if width else torch.full(labels.shape, -torch.inf, device=logits.device)
     collectives.all_reduce(highest, axis, "loss", dist.ReduceOp.MAX, module=module).wait()
-    sums = wide.new_zeros(2, *labels.shape)
+    sums = highest.new_zeros(2, *labels.shape)
     if width:
-        sums[1] = torch.where(here, wide.gather(-1, column).squeeze(-1), 0.0)
-    wide = torch.sub(wide, highest.unsqueeze(-1), out=wide if in_place else None).exp_()
+        sums[1] = torch.where(here, logits.gather(-1, column).squeeze(-1), 0.0)
+    exponentials = torch.sub(logits, highest.unsqueeze(-1), out=out).exp_()
     if width:
-        torch.sum(wide, -1, out=sums[0])
+        torch.sum(exponentials, -1, out=sums[0])
     collectives.all_reduce(sums, axis, "loss", module=module).wait()
     total, label_logit = sums
-    return Softmax(wide, total, highest + total.log(), label_logit, counted, column, here)
+    return Softmax(exponentials, total, highest + total.log(), label_logit, counted, column, here)

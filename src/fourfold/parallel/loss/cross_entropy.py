@@ -39,7 +39,7 @@ class _TokenLoss(torch.autograd.Function):
         z_loss: float,
         grid: Grid,
     ) -> Tensor:
-        found = softmax_over_ranks(logits.float(), labels, first, ignore_index, grid.collectives, "x")
+        found = softmax_over_ranks(logits, labels, first, ignore_index, grid.collectives, "x")
         ctx.save_for_backward(logits)
         # The exponentials are not kept.
         ctx.softmax, ctx.z_loss = found._replace(exponentials=found.total), z_loss
@@ -49,9 +49,9 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (logits,), softmax = ctx.saved_tensors, ctx.softmax
-        gradient = torch.exp(logits.float() - softmax.log_z.unsqueeze(-1))
+        gradient = torch.sub(logits, softmax.log_z.unsqueeze(-1)).exp_()
         gradient *= (1.0 + 2.0 * ctx.z_loss * softmax.log_z).unsqueeze(-1)
-        softmax.subtract_labels(gradient)
+        softmax.subtract_at_labels(gradient, 1.0)
         gradient *= (softmax.counted * gradients[0]).unsqueeze(-1)
         return gradient.to(logits.dtype), None, None, None, None, None
 

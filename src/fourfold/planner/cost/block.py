@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from fourfold.planner.cost.collective import Kind
 from fourfold.planner.cost.compute import attention_core_s, matmul_s, memory_s
-from fourfold.planner.cost.elementwise import block_bytes, ends_bytes
+from fourfold.planner.cost.elementwise import block_bytes, ends_bytes, head_sum_bytes
 from fourfold.planner.cost.float8 import casts_s, shared_scales
 from fourfold.planner.cost.linears import Given, Linears, Sharding
 from fourfold.planner.inputs.cluster import Slowdown
@@ -279,6 +279,7 @@ def ends_pass(workload: Workload, given: Given) -> Pass:
     head = [Linears(w.hidden / y, (columns,), "y", "x", between, (between,))]
     own_y, own_x = (y, x) if by_tokens else (1, 1)  # ranks that hold other tokens
     moved_bytes = tokens * ends_bytes(w, y, columns, schedule.elementwise, by_tokens_over=(own_y, own_x))
+    moved_bytes += head_sum_bytes(w, tokens, y, x, schedule.elementwise)
     # Nothing hides these. The lookup in a vocabulary that is sharded over x is a sum; the loss needs a maximum and two sums.
     looked_up_bytes = schedule.weight_bytes * tokens * w.hidden / y
     alone_x_s = send("all_reduce", "x", 4 * tokens / own_y) + send("all_reduce", "x", 8 * tokens / own_y)

@@ -8,8 +8,10 @@ are those of the kernels that Inductor makes; embedding, loss and copies of weig
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from fourfold.parallel.loss.chunk_size import chunk_tokens
 from fourfold.planner.inputs.layout import Elementwise, Layout
 from fourfold.planner.inputs.workload import Workload
 
@@ -39,8 +41,10 @@ _HEADS = {"fused": Moved(8, 16), "eager": Moved(17, 27), "compiled": Moved(8.5, 
 _GATED = {"fused": Moved(6, 12), "eager": Moved(10, 18), "compiled": Moved(6, 10)}
 _UNGATED = {"fused": Moved(4, 8), "eager": Moved(4, 6), "compiled": Moved(4, 6)}
 _IN_PARTS = Moved(36, 60)  # eager, where PyTorch has no operator of its own for the function (gelu_new)
-# For each logit: fp32 copy, maximum, exponentials, sum, and the gradient; fused: with the stock loss, which does it both ways.
-_LOSS = {"fused": 66, "eager": 52, "compiled": 52}
+# For each logit in bf16: maximum, exponentials in fp32, sum, and the gradient; fused: with the stock loss, which does it both ways.
+_LOSS = {"fused": 66, "eager": 26, "compiled": 26}
+# For each element of the head and chunk of the loss: its gradient is added in fp32, and then copied.
+_HEAD_SUM = 10
 # For each feature of the embedding's output and the last norm, both ways.
 _ENDS = {"fused": 12, "eager": 4 + 36 + 92, "compiled": 4 + 36 + 92}
 # Fused AdamW reads parameter, gradient and two moments and writes all but the gradient; as operators one after another it passes over
@@ -100,6 +104,14 @@ def ends_bytes(
     """Bytes of embedding, last norm and loss for one token, both ways; ``by_tokens_over`` y and x ranks with other tokens."""
     of_y, of_x = by_tokens_over
     return _LOSS[elementwise] * columns / of_y + _ENDS[elementwise] * w.hidden / (y * of_x)
+
+
+def head_sum_bytes(w: Workload, tokens: float, y: int, x: int, elementwise: Elementwise) -> float:
+    """Bytes of the sum of the head's gradient over the chunks of the loss."""
+    chunks = math.ceil(tokens / chunk_tokens(w.vocabulary, x, 2))
+    if elementwise == "fused" or chunks == 1:
+        return 0.0
+    return _HEAD_SUM * chunks * -(-w.vocabulary // x) * w.hidden / y
 
 
 def optimizer_bytes(is_fused: bool, *, widens: bool = False) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fourfold.optim.kinds import PART, Optimizer
 from fourfold.parallel.checkpointing import ActivationCheckpointing
-from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows
+from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows, piece_tokens
 from fourfold.planner.cost.optimizer import (
     ADAMW_STATE_BYTES,
     MUON_STATE_BYTES,
@@ -32,7 +32,7 @@ WIDE_BYTES = 4  # norms and loss compute in fp32
 
 HEAD_BYTES = 4  # the logarithm of the softmax's sum, fp32, for each head
 # In addition to its logits the stock loss of a single rank holds an fp32 copy and a temporary, and its gradient in the precision of
-# the work. Otherwise the loss has a chunk of the logits, that in fp32, and its gradient (parallel/loss/chunked.py).
+# the work. Otherwise the loss has a chunk of the logits, and a piece of it in fp32 (parallel/loss/chunked.py).
 STOCK_LOSS_BYTES = 10
 # Backward of a norm, for each feature: the gradient in fp32 and three products of it; in the precision of the work the
 # gradients of its output and of the residual stream.
@@ -190,7 +190,7 @@ class _InWork(NamedTuple):
     each: float  # of every block until backward comes to it
     live: float  # in addition of the one that backward is in
     in_work: float  # gradients and temporaries
-    is_in_mlp: bool  # the most in the MLP, or after it
+    matrices: int  # of the MLP, whose gradients are there by then
 
 
 def _in_work(
@@ -211,8 +211,8 @@ def _in_work(
     # The gradients of a block's output, of the down projection's input and of what the activation function took; or,
     # after the MLP, whose activations are freed by then, those of a norm.
     mlp = work_bytes * (hidden + 2 * ffn)
-    after_mlp = (4 * NORM_BACKWARD_WIDE + NORM_BACKWARD_COPIES * work_bytes) * hidden
-    after_mlp -= work_bytes * (w.activation_copies * ffn + hidden)
+    norm = (4 * NORM_BACKWARD_WIDE + NORM_BACKWARD_COPIES * work_bytes) * hidden
+    after_mlp = norm - work_bytes * (w.activation_copies * ffn + hidden)
     if layout.by_tokens:
         # The gradient of the block's output, the same gathered, and all of that of the down projection's input.
         again = 0 if layout.keep_inputs else 1
@@ -222,7 +222,10 @@ def _in_work(
             gone = (w.activation_copies - 1) * ffn + (ffn if again else ffn_read)
             siblings = hidden + 2 * ffn + 4 * ffn_read + hidden_read * (1 + again)
             mlp = max(mlp, work_bytes * (siblings - gone))
-    return _InWork(each, live, max(mlp, after_mlp), mlp > after_mlp)
+    most = max((after_mlp, 3 if w.gated else 2), (mlp, 1))
+    if w.norm_after_mlp:  # comes before the MLP in backward
+        most = max(most, (norm, 0))
+    return _InWork(each, live, *most)
 
 
 def _moments(
@@ -268,7 +271,7 @@ def _moments(
     last_norm = norm_bytes(w, cut, work_bytes) * hidden
     if layout.by_tokens:
         # After the last norm the model's code has a tensor of all tokens, and the head a gathered input.
-        last_norm += work_bytes * hidden_read * (2 if layout.keep_inputs else 1) * (layout.x > 1)
+        last_norm += 2 * work_bytes * hidden_read * (layout.x > 1)
 
     # Gathered weights. Whole on each rank and in the precision of the work, the shard is the block: nothing is gathered.
     copied = 0 if is_streamed and layout.z == 1 and work_bytes == MASTER_BYTES else work_bytes
@@ -306,15 +309,13 @@ def _moments(
     if layout.ranks == 1:
         logits = (work_bytes + STOCK_LOSS_BYTES) * tokens * columns
         yield at("the loss", added_up, saved, at_loss, buffers, logits)
-    elif w.whole_logits is not None:
-        wide_logits, narrow_logits = w.whole_logits
+    elif w.whole_logits:
         rows = tokens / (layout.y if layout.by_tokens else 1)
-        logits = (WIDE_BYTES * wide_logits + work_bytes * narrow_logits) * rows * columns
+        gradient = work_bytes if work_bytes < WIDE_BYTES else 0  # in fp32 it is written over the exponentials
+        logits = (WIDE_BYTES + gradient + work_bytes * w.whole_logits) * rows * columns
         yield at("the loss", added_up, saved, at_loss, buffers, logits)
     else:
-        size = chunk_tokens(w.vocabulary, layout.x)
-        # The logits, in fp32, and their gradient; in fp32 all are one.
-        each_logit = WIDE_BYTES + (2 * work_bytes if work_bytes < WIDE_BYTES else 0)
+        size = chunk_tokens(w.vocabulary, layout.x, int(work_bytes))
         at_head = saved + work_bytes * hidden_read  # and the gradient of the head's input
         # In the first chunk, and in the second, with the gradient of the head so far. It is in fp32, and a part of it is computed at a time.
         wide = WIDE_BYTES * shard.table
@@ -322,7 +323,11 @@ def _moments(
         for rows, so_far in ((min(tokens, size), 0.0), (min(tokens - size, size), wide)):
             if rows <= 0:
                 continue
-            logits = rows / (layout.y if layout.by_tokens else 1) * columns * each_logit
+            own_rows = rows / (layout.y if layout.by_tokens else 1)
+            # Their gradient is written over the logits. A piece is in fp32 in between. Ranks of y have sums of all, and then their own.
+            in_fp32 = min(own_rows, piece_tokens(columns)) * WIDE_BYTES if work_bytes < WIDE_BYTES else 0.0
+            sums = rows * work_bytes if own_rows < rows else 0.0
+            logits = columns * (own_rows * work_bytes + max(in_fp32, sums))
             yield at("the loss", added_up + so_far, at_head, at_loss, buffers, logits)
             # Then the gradient of all of a chunk's logits, and that of the head by this chunk.
             by_chunk = added_up + (wide + part if tokens > size else work_bytes * shard.table)
@@ -354,7 +359,7 @@ def _moments(
                 gradients += GRADIENT_BYTES * shard.table
             if waiting == 2:
                 gradients += GRADIENT_BYTES * shard.inner * (1 + 1 / layout.z)
-        gradients += work_bytes * (shard.inner if work.is_in_mlp else (3 if w.gated else 2) * shard.inner)
+        gradients += work_bytes * work.matrices * shard.inner
         activations = held + work.live + work.in_work
         if done < w.layers - 1:
             yield at("backward", gradients, activations, in_block, buffers)

@@ -79,10 +79,10 @@ _KEPT_MORE = {
 _KEPT_BY_FLEX = {"gemma2": KeptMore(hidden=(6, -2))}
 # Families with a norm of the MLP's output, which a selective block keeps, then.
 _NORM_AFTER_MLP = ("exaone4", "gemma2", "gemma3_text", "glm4", "olmo2", "olmo3")
-# Families that scale, cap or add to the logits after the head, so that the loss is not by chunks: what there is of each logit at its peak.
-_WHOLE_LOGITS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("granite", "cohere", "cohere2", "gptj", "opt", "phi", "codegen"), (2, 1)),
-    "gemma2": (2, 2),
+# Families that scale, cap or add to the logits after the head, so that the loss is not by chunks: what there is of each logit at its peak,
+# in the precision of the work, besides its exponential and its gradient.
+_WHOLE_LOGITS = dict.fromkeys(("granite", "cohere", "cohere2", "gptj", "opt", "phi", "codegen"), 1) | {
+    "gemma2": 2
 }
 
 
@@ -111,8 +111,8 @@ class Workload:
     kept_by_flex: KeptMore | None = None  # the same with FlexAttention, where the family needs it
     is_flex: bool = False  # its attention is FlexAttention
     norm_after_mlp: bool = False
-    whole_logits: tuple[float, float] | None = (
-        None  # of each logit: tensors in fp32 and in the precision of the work
+    whole_logits: int = (
+        0  # tensors of all logits in the precision of the work, where the loss is not by chunks
     )
 
     def __post_init__(self) -> None:
@@ -263,7 +263,7 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         kept_more=_KEPT_MORE.get(family),
         kept_by_flex=_KEPT_BY_FLEX.get(family),
         norm_after_mlp=family in _NORM_AFTER_MLP,
-        whole_logits=_WHOLE_LOGITS.get(family),
+        whole_logits=_WHOLE_LOGITS.get(family, 0),
     )
 
 
