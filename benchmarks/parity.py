@@ -101,7 +101,7 @@ def run_rank(
     if is_float8:
         options["stock"] = stock_in_float8
     with injected(fault) if fault else nullcontext(), in_fp64() if is_float8 else nullcontext():
-        return train_on(Grid.create(shape, timeout_s=60), kind, **options)
+        return train_on(Grid.create(shape, timeout_s=300), kind, **options)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         for kind in options.models:
             for shape in grids:
                 arguments_of_rank = shape, kind, options.fault, wanted
-                errors = Errors.worst(pool.run(run_rank, options.ranks, *arguments_of_rank, timeout_s=180))
+                errors = Errors.worst(pool.run(run_rank, options.ranks, *arguments_of_rank, timeout_s=900))
                 good = errors.within_bars()
                 if is_float8:
                     good = max(errors.loss, errors.gradient, errors.parameter) <= BAR

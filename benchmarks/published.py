@@ -183,7 +183,7 @@ def summary(judged: Sequence[Judged]) -> str:
 # weights matrix by matrix ahead of use and may keep them, sends bf16 but fp32 over data, hides the gradient of an input
 # behind that of the weight, no forward all-reduce, and nothing over data (one blocking all-reduce for each parameter after
 # backward). The network is that of the preset; the kernels are as fast as llm-foundry's were on the nearest device.
-_AXONN = Schedule(gradient_bytes=2, data_bytes=4, forward_chunks=1, hides_data=False)
+_AXONN = Schedule(gradient_bytes=2, data_bytes=4, chunks_for=None, hides_data=False)
 _AXONN_MACHINES = {
     "perlmutter": ("perlmutter-40g", "foundry-a100"),
     "frontier": ("frontier", "foundry-a100"),

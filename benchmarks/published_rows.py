@@ -78,20 +78,20 @@ _LLAMA = {
 _FSDP = Schedule(gradient_bytes=2, sends_every_micro_batch=True)
 # Megatron of 2021 and Megatron-DeepSpeed: attention in parts, nothing hidden, fp16 gradients.
 _MEGATRON = Schedule(
-    gradient_bytes=2, hides_data=False, hides_backward=False, forward_chunks=1, attention="plain"
+    gradient_bytes=2, hides_data=False, hides_backward=False, chunks_for=None, attention="plain"
 )
 _ZERO3 = Schedule(gradient_bytes=2, attention="plain")
 _SEQUENCE_PARALLEL = Schedule(
     gradient_bytes=2,
     hides_data=False,
     hides_backward=True,
-    forward_chunks=1,
+    chunks_for=None,
     attention="plain",
     cuts_tokens_over_x=True,
 )
 # Megatron-Core with its overlaps, distributed optimizer; torchtitan's FSDP2 and tensor parallelism.
 _MCORE = Schedule(optimizer_over_data=True, cuts_tokens_over_x=True)
-_TITAN = Schedule(cuts_tokens_over_x=True, forward_chunks=1)
+_TITAN = Schedule(cuts_tokens_over_x=True, chunks_for=None)
 _TITAN_ASYNC = Schedule(cuts_tokens_over_x=True)
 
 

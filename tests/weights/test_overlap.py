@@ -207,13 +207,25 @@ NONE = dataclasses.replace(ff.Overlap.none(), bundle_bytes=1024)
 def test_without_overlap_one_collective_is_in_flight_at_a_time(pool: RankPool, shape: Shape) -> None:
     for flights in pool.run(no_overlap, 4, shape, NONE):
         assert len(flights) > 32
-        assert in_flight_together(flights) == []
+        assert in_flight_together(flights) == [("loss", "")]  # the count of labels
     for flights in pool.run(no_overlap, 4, shape, ff.Overlap(bundle_bytes=1024)):
         together = {purpose for purpose, _ in in_flight_together(flights)}
-        assert together == {"weight", "gradient"} | ({"activation"} if shape[3] > 1 else set())
+        assert together == {"loss", "weight", "gradient"} | ({"activation"} if shape[3] > 1 else set())
 
 
 # -- errors ----------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_is_in_chunks_only_where_each_hides_something() -> None:
+    chunks_of = ff.Overlap().chunks_of
+    elements = 4096 * 4096
+    assert chunks_of(elements, 2, 512, "cuda") == 1  # its matmul takes less time than a collective's start
+    assert chunks_of(elements, 2, 1792, "cuda") == 1
+    assert chunks_of(elements, 2, 8192, "cuda") == 2  # 16 MiB each
+    assert chunks_of(16 * elements, 2, 8192, "cuda") == 4
+    assert chunks_of(elements // 64, 4, 1, "cpu") == 1
+    assert chunks_of(elements // 8, 4, 1, "cpu") == 4
+    assert ff.Overlap(forward_chunks=3).chunks_of(1, 2, 1, "cuda") == 3
 
 
 @pytest.mark.parametrize(

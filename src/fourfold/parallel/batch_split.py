@@ -80,7 +80,7 @@ def split_batches(
     model: nn.Module,
     split: BatchSplit,
     groups: Sequence[Group],
-    count: Callable[[Any, Any, int | None], Tensor],
+    count: Callable[[Any, Any, int | None], Callable[[], Tensor]],
     tokens: Tokens | None = None,
 ) -> None:
     """Let ``model`` compute the two halves of its batch alternately.
@@ -278,7 +278,7 @@ def _halve(
     names: Sequence[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    count: Callable[[Any, Any, int | None], Tensor],
+    count: Callable[[Any, Any, int | None], Callable[[], Tensor]],
 ) -> list[dict[str, Any]] | None:
     """The arguments of each half; None where the batch cannot be split."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -298,7 +298,7 @@ def _halve(
     labels, shifted = given.get("labels"), given.get("shift_labels")
     if given.get("num_items_in_batch") is None and (labels is not None or shifted is not None):
         # The mean over the global batch, not over a half of it.
-        given["num_items_in_batch"] = count(labels, shifted, given.get("ignore_index"))
+        given["num_items_in_batch"] = count(labels, shifted, given.get("ignore_index"))()
     return [{**given, **{name: halves[i] for name, halves in by_row.items()}} for i in range(HALVES)]
 
 

@@ -345,7 +345,7 @@ def _outputs(
     parts = _empty(ranks * rows * sum(columns), full)
     own = _empty(rows * sum(columns), full) if ranks > 1 else parts
     chunks, end = [], 0
-    count = product.overlap.chunks_of(parts, product.target)
+    count = product.overlap.chunks_of(parts.numel(), parts.element_size(), full.shape[-1], product.target)
     for spans in _divide(members, columns, rows, count):
         start, end = end, end + sum((last - first) * width for _, first, last, width in spans)
         memory = parts[ranks * start : ranks * end].view(ranks, end - start)

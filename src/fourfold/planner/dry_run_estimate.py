@@ -138,7 +138,7 @@ def schedule_of(
         elementwise="compiled" if is_compiled else "eager",
         float8=float8 != "none",
         fused_optimizer=not on_cpu,
-        chunk_bytes=2**20 if on_cpu else FOURFOLD.chunk_bytes,
+        chunks_for=cluster.target,
     )
 
 

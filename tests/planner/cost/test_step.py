@@ -153,7 +153,7 @@ def test_overlap_never_costs_time():
         hides_scatters=False,
         hides_data=False,
         hides_backward=False,
-        forward_chunks=1,
+        chunks_for=None,
     )
     for shape in GRIDS:
         plain = estimate(LLAMA, Layout(*shape), H100, 64, 2048, nothing)

@@ -15,11 +15,14 @@ from torch import Tensor
 from fourfold.errors import UnsupportedError
 from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.axes import Axis
+from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.layers import check_range
 from fourfold.parallel.loss.chunked import softmax_over_ranks
 from fourfold.parallel.loss.head import IGNORE_INDEX, HeadLoss, LazyLogits
+
+_BATCH_AXES: tuple[Axis, ...] = ("z", "data")
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -150,10 +153,32 @@ def count_labels(
         >>> int(count_labels(torch.tensor([5, 6, IGNORE_INDEX]), grid))
         2
     """
-    count = ((labels[..., 1:] if shift else labels) != ignore_index).sum().to(grid.device)
-    for axis in ("z", "data"):
-        grid.collectives.all_reduce(count, axis, "loss").wait()
-    return count.clamp(min=at_least)
+    return LabelCount(labels, grid, shift=shift, ignore_index=ignore_index, at_least=at_least)()
+
+
+class LabelCount:
+    """`count_labels`, whose first sum over ranks is in flight until the count is asked for."""
+
+    def __init__(
+        self, labels: Tensor, grid: Grid, *, shift: bool, ignore_index: int, at_least: int = 1
+    ) -> None:
+        self._sum = ((labels[..., 1:] if shift else labels) != ignore_index).sum().to(grid.device)
+        self._grid, self._at_least = grid, at_least
+        self._axes: list[Axis] = [axis for axis in _BATCH_AXES if grid.size(axis) > 1]
+        self._first = self._start(self._axes.pop(0)) if self._axes else None
+        self._made: Tensor | None = None
+
+    def _start(self, axis: Axis) -> Pending:
+        return self._grid.collectives.all_reduce(self._sum, axis, "loss")
+
+    def __call__(self) -> Tensor:
+        if self._made is None:
+            if self._first is not None:
+                self._first.wait()
+            for axis in self._axes:
+                self._start(axis).wait()
+            self._made = self._sum.clamp(min=self._at_least)
+        return self._made
 
 
 class LossGuard:
@@ -219,14 +244,15 @@ class LossGuard:
         """Is the model's loss one that can be computed from a part of the logits?"""
         return self._stock in ("ForCausalLMLoss", "ForMaskedLMLoss")
 
-    def count(self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None) -> Tensor:
+    def count(
+        self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None
+    ) -> LabelCount:
         """The number of labels of the global batch that this loss is averaged over."""
         ignore_index = IGNORE_INDEX if ignore_index is None else ignore_index
-        if shift_labels is not None:
-            return count_labels(shift_labels, self._grid, ignore_index=ignore_index)
-        assert labels is not None
-        shift = self._stock == "ForCausalLMLoss"
-        return count_labels(labels, self._grid, shift=shift, ignore_index=ignore_index)
+        shift = shift_labels is None and self._stock == "ForCausalLMLoss"
+        given = labels if shift_labels is None else shift_labels
+        assert given is not None
+        return LabelCount(given, self._grid, shift=shift, ignore_index=ignore_index)
 
     def expect(self) -> None:
         """Start a forward: forget the loss of an earlier one."""

@@ -136,8 +136,10 @@ class Targets(Protocol):
     def targets(self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
         """What each position should predict."""
 
-    def count(self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None) -> Tensor:
-        """The number of labels of the global batch."""
+    def count(
+        self, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int | None
+    ) -> Callable[[], Tensor]:
+        """The number of labels of the global batch: starts to count, and waits for it when it is called."""
 
 
 class HeadLoss:
@@ -154,17 +156,16 @@ class HeadLoss:
     def expecting(self, given: dict[str, Any]) -> Iterator[None]:
         """A forward with these arguments."""
         request = Request.of(given) if self._is_direct else None
-        self._mine.request, self._mine.inside = request, True
-        if request is not None:
-            self._mine.num_items = request.num_items
-            if request.num_items is None:
-                self._mine.num_items = self._targets.count(
-                    request.labels, request.shift_labels, request.ignore_index
-                )
+        self._mine.request, self._mine.inside, self._mine.count = request, True, None
+        if request is not None and request.num_items is None:
+            # Of a few bytes, but after the gathers of the first weights: only the loss waits for it.
+            self._mine.count = self._targets.count(request.labels, request.shift_labels, request.ignore_index)
         try:
             yield
+            if self._mine.count is not None:
+                self._mine.count()  # nothing stays in flight where the model did not call its head
         finally:
-            self._mine.request, self._mine.inside = None, False
+            self._mine.request, self._mine.inside, self._mine.count = None, False, None
 
     def take_over(self, head: nn.Module, name: str) -> bool:
         """Replace the head's forward, if it is a plain product."""
@@ -216,7 +217,7 @@ class HeadLoss:
             self._grid,
             self._vocabulary,
             request.ignore_index,
-            self._mine.num_items,
+            self._mine.count() if request.num_items is None else request.num_items,
         )
         width = weight.shape[1 if product.transposed else 0]
         shape = (*lead, width) if -1 not in lead else (*lead[:-1], _rows_kept(rows, product), width)

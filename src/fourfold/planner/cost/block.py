@@ -24,7 +24,9 @@ from fourfold.planner.cost.elementwise import block_bytes, ends_bytes, head_sum_
 from fourfold.planner.cost.float8 import casts_s, shared_scales
 from fourfold.planner.cost.linears import Given, Linears, Sharding
 from fourfold.planner.inputs.cluster import Slowdown
+from fourfold.planner.inputs.layout import Schedule
 from fourfold.planner.inputs.workload import Workload
+from fourfold.weights.overlap import Overlap
 
 
 class Pass(NamedTuple):
@@ -82,8 +84,7 @@ def _forward(groups: list[Linears], given: Given) -> Pass:
         for sharding, outputs in _by_sharding(group):
             features = sum(outputs)
             own_s = sum(_matmul_s(n, sharding, group, g, "forward") for n in outputs)
-            payload_bytes = g.schedule.weight_bytes * g.tokens * features
-            chunks = max(1, min(g.schedule.forward_chunks, int(payload_bytes // g.schedule.chunk_bytes)))
+            chunks = _chunks(g.tokens * features, int(group.inputs), g.schedule)
             sent_s = _reduce_s(group.in_axis, sharding, features / chunks, g)
             pieces += [(own_s / chunks, sent_s)] * chunks
             matmul += own_s
@@ -96,6 +97,13 @@ def _forward(groups: list[Linears], given: Given) -> Pass:
             taken_s += together_s(own_s, sent_s, g.slowdown)
         exposed[group.in_axis] += max(0.0, taken_s - sum(own_s for own_s, _ in pieces))
     return Pass(matmul, 0.0, 0.0, link, exposed)
+
+
+def _chunks(elements: float, features: int, schedule: Schedule) -> int:
+    """Of the sum of an output."""
+    if schedule.chunks_for is None:
+        return 1
+    return Overlap().chunks_of(elements, schedule.weight_bytes, features, schedule.chunks_for)
 
 
 def _backward(groups: list[Linears], given: Given) -> Pass:

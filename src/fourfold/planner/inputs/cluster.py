@@ -12,7 +12,7 @@ import json
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fourfold.files import toml_value
 from fourfold.planner.inputs.measured import Measured, as_tuples, check_keys, from_tables
@@ -122,7 +122,7 @@ class Cluster:
     assumed: tuple[str, ...] = ()  # fields that no source gave
 
     @property
-    def target(self) -> str:
+    def target(self) -> Literal["cpu", "cuda"]:
         """The device type that decisions are made for."""
         return "cpu" if self.library.name == "gloo" else "cuda"
 

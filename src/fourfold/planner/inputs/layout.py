@@ -111,9 +111,8 @@ class Schedule:
     hides_scatters: bool = True
     hides_data: bool = True  # the all-reduce over data overlaps backward
     hides_backward: bool = True  # the all-reduce of an input's gradient overlaps the weight gradients
-    # At most; the all-reduce of one part of the tokens overlaps the matmul of the next.
-    forward_chunks: int = 4
-    chunk_bytes: int = 16 * 2**20  # at least
+    # The sum of an output is in chunks for this device type, each while the next is multiplied; None: it is in one piece.
+    chunks_for: Literal["cpu", "cuda"] | None = "cuda"
     # Batch-split overlap: one half-batch computes while the other's all-reduce is in flight.
     interleaves: bool = False
     attention: Literal["flash", "plain"] = "flash"
