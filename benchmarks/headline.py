@@ -170,13 +170,21 @@ def draw(results: list[Found], path: Path) -> None:
         times = [found.played[words].median_s * 1e3 for words in names]
         colours = ["#4878a8" if words.startswith("ours") else "#d0743c" for words in names]
         panel.barh(range(len(names)), times, color=colours)
-        panel.set_yticks(range(len(names)), [words.partition(" ")[2] for words in names], fontsize=7)
+        panel.set_yticks(range(len(names)), [_label(words) for words in names], fontsize=7)
         panel.set_title(f"{found.cluster}, {found.regime}: {found.faster:.2f} x", fontsize=9, loc="left")
         panel.spines[["top", "right"]].set_visible(False)
     panels[-1, 0].set_xlabel("step, ms; blue: Fourfold (data, z, y, x), orange: stock PyTorch")
     figure.suptitle(f"{WORLD} devices in slow motion. No GPU has run this", fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def _label(words: str) -> str:
+    """Of a layout, with the names that users of FSDP2 know."""
+    layout = words.partition(" ")[2]
+    for name, short in (("replicas=", "DP "), ("shards=", "FSDP "), ("tensor=", "TP ")):
+        layout = layout.replace(name, short)
+    return layout
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -60,6 +60,7 @@ class Product:
     defers: bool
     float8: bool
     name: str
+    is_traced: bool = False  # in the graph of a compiled block
 
     @functools.cached_property
     def in_ranks(self) -> int:
@@ -261,6 +262,8 @@ def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> lis
                 read = left.unflatten(1, (out_memory.shape[1], -1))[:, :, rows]
                 for out, i, block in _terms(out_memory, right[member], len(full)):
                     _multiply(read[i], block.t(), out, first=i == 0)
+            if chunk.apart:
+                torch.cat(chunk.apart, dim=1, out=chunk.parts)
             in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
         found += memory
     if interleaving is not None and product.in_ranks > 1:
@@ -325,6 +328,8 @@ class _Chunk:
     # (member, which rows of each group of tokens, where to write [parts, groups, rows, features]): one for each member.
     # Where ranks keep tokens and a chunk has some of each rank's, the tokens of a rank are a group; otherwise all are one.
     products: list[tuple[int, slice, Tensor]]
+    # Where a graph has several members: memory of each, because there it costs a copy of all to write a part of ``parts``.
+    apart: tuple[Tensor, ...] = ()
 
 
 def _outputs(
@@ -349,7 +354,17 @@ def _outputs(
     for spans in _divide(members, columns, rows, count):
         start, end = end, end + sum((last - first) * width for _, first, last, width in spans)
         memory = parts[ranks * start : ranks * end].view(ranks, end - start)
-        chunks.append(_Chunk(own[start:end], memory, _products(memory, spans, rows, leave)))
+        if product.is_traced and len(spans) > 1:
+            apart = [
+                _empty(ranks * (last - first) * width, full).view(ranks, -1)
+                for _, first, last, width in spans
+            ]
+            each = [
+                _products(piece, [span], rows, leave)[0] for piece, span in zip(apart, spans, strict=True)
+            ]
+            chunks.append(_Chunk(own[start:end], memory, each, tuple(apart)))
+        else:
+            chunks.append(_Chunk(own[start:end], memory, _products(memory, spans, rows, leave)))
     return [own], chunks
 
 

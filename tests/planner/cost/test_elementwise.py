@@ -97,10 +97,8 @@ def test_a_compiled_block_moves_what_the_kernels_of_inductor_move(pool, shape, a
     forward, backward = pool.run(kernel_bytes, y * x, shape, activations)[0]
     workload = from_config(LlamaConfig(**SIZES).to_dict())
     closed = block_bytes(workload, y, x, "compiled", by_tokens=activations == "sequence-parallel")
-    # Gradients of gate and up are copied in the operator of the product, where tokens were gathered over y.
-    copied = 4 * 2 * workload.ffn / x if y > 1 and activations == "sequence-parallel" else 0
     assert closed.forward == pytest.approx(forward, rel=0.15)
-    assert closed.backward - copied == pytest.approx(backward, rel=0.15)
+    assert closed.backward == pytest.approx(backward, rel=0.15)
 
 
 def test_fused_kernels_move_less():

@@ -83,6 +83,13 @@ def block_bytes(
         biased = qkv if w.qkv_bias or w.bias else 0.0
         biased += 2 * hidden + ffn if w.bias else 0.0
         forward += _BIAS * biased
+    if elementwise == "compiled" and y > 1:
+        # Outputs that are summed over y together are put together first; by heads each rank's part, and so in backward.
+        q, kv = w.q_features / x, 2 * w.kv_features / min(x, w.kv_heads)
+        if not w.fused_qkv:
+            forward += _COPY * (kv + q * (1.5 if by_heads else 1.0))
+            backward += _COPY * (kv + q) * by_heads
+        forward += _COPY * (2 * w.ffn / x if w.gated else 0.0)
     if elementwise != "fused" and by_tokens and y > 1:
         # Gradients of siblings, where tokens of all ranks were gathered, are copied out of one buffer.
         gate_and_up = 2 * w.ffn / x if w.gated else 0.0
