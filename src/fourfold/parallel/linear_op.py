@@ -245,7 +245,7 @@ def gathered_input(product: Product, own: Tensor) -> Tensor:
 def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """The outputs in flat memory: of all members that are cut alike together, or of each, where nothing is sent (`outputs_of`)."""
     interleaving = product.collectives.interleaving
-    found: list[Tensor] = []
+    made: list[tuple[list[Tensor], list[_Chunk]]] = []
     in_flight: list[Pending] = []
     blocks = [product.blocks(weights, member) for member in range(len(product.spans))]
     left: _Matrix = full
@@ -265,11 +265,17 @@ def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> lis
             if chunk.apart:
                 torch.cat(chunk.apart, dim=1, out=chunk.parts)
             in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
-        found += memory
+        made.append((memory, chunks))
     if interleaving is not None and product.in_ranks > 1:
         interleaving.switch()
     for pending in in_flight:
         pending.wait()
+    found: list[Tensor] = []
+    for memory, chunks in made:
+        if memory:
+            found += memory
+        else:
+            found.append(torch.cat([c.own for c in chunks]) if len(chunks) > 1 else chunks[0].own)
     return found
 
 
@@ -318,6 +324,13 @@ def outputs_of(
     return [outputs[member] for member in range(len(product.leaves))]
 
 
+_Span = tuple[int, int, int, int]  # a member, its first row, the row after its last, columns
+
+
+def _size(spans: Sequence[_Span]) -> int:
+    return sum((last - first) * width for _, first, last, width in spans)
+
+
 @dataclass(frozen=True)
 class _Chunk:
     """What one collective reduces of the members' outputs."""
@@ -328,14 +341,17 @@ class _Chunk:
     # (member, which rows of each group of tokens, where to write [parts, groups, rows, features]): one for each member.
     # Where ranks keep tokens and a chunk has some of each rank's, the tokens of a rank are a group; otherwise all are one.
     products: list[tuple[int, slice, Tensor]]
-    # Where a graph has several members: memory of each, because there it costs a copy of all to write a part of ``parts``.
+    # In a graph, memory of each of several members, for the same reason.
     apart: tuple[Tensor, ...] = ()
 
 
 def _outputs(
     product: Product, members: Sequence[int], widths: Sequence[int], leave: Cut, full: Tensor
 ) -> tuple[list[Tensor], list[_Chunk]]:
-    """Memory for what a rank keeps of the outputs of ``members``, which are cut alike; and the same in chunks."""
+    """Memory for what a rank keeps of the outputs of ``members``, which are cut alike; and the same in chunks.
+
+    In a graph each chunk has memory of its own, and there is none for all: to write a part of a tensor, a graph copies all of it.
+    """
     tokens = full.shape[1]
     if product.in_ranks == 1:
         # Nothing is sent. Separate memory, so that keeping one output (v in attention) does not keep the others.
@@ -347,25 +363,30 @@ def _outputs(
     ranks = 1 if leave == "whole" else product.in_ranks
     rows = tokens // ranks if leave == "tokens" else tokens
     columns = [width // ranks if leave == "features" else width for width in widths]
+    count = product.overlap.chunks_of(
+        ranks * rows * sum(columns), full.element_size(), full.shape[-1], product.target
+    )
+    spans = _divide(members, columns, rows, count)
+    if product.is_traced:
+        return [], [_chunk_apart(each, ranks, rows, leave, full) for each in spans]
     parts = _empty(ranks * rows * sum(columns), full)
     own = _empty(rows * sum(columns), full) if ranks > 1 else parts
     chunks, end = [], 0
-    count = product.overlap.chunks_of(parts.numel(), parts.element_size(), full.shape[-1], product.target)
-    for spans in _divide(members, columns, rows, count):
-        start, end = end, end + sum((last - first) * width for _, first, last, width in spans)
+    for each in spans:
+        start, end = end, end + _size(each)
         memory = parts[ranks * start : ranks * end].view(ranks, end - start)
-        if product.is_traced and len(spans) > 1:
-            apart = [
-                _empty(ranks * (last - first) * width, full).view(ranks, -1)
-                for _, first, last, width in spans
-            ]
-            each = [
-                _products(piece, [span], rows, leave)[0] for piece, span in zip(apart, spans, strict=True)
-            ]
-            chunks.append(_Chunk(own[start:end], memory, each, tuple(apart)))
-        else:
-            chunks.append(_Chunk(own[start:end], memory, _products(memory, spans, rows, leave)))
+        chunks.append(_Chunk(own[start:end], memory, _products(memory, each, rows, leave)))
     return [own], chunks
+
+
+def _chunk_apart(spans: Sequence[_Span], ranks: int, rows: int, leave: Cut, full: Tensor) -> _Chunk:
+    parts = _empty(ranks * _size(spans), full).view(ranks, -1)
+    own = _empty(_size(spans), full) if ranks > 1 else parts.view(-1)
+    if len(spans) == 1:
+        return _Chunk(own, parts, _products(parts, spans, rows, leave))
+    apart = tuple(_empty(ranks * _size([span]), full).view(ranks, -1) for span in spans)
+    products = [_products(memory, [span], rows, leave)[0] for memory, span in zip(apart, spans, strict=True)]
+    return _Chunk(own, parts, products, apart)
 
 
 def _empty(size: int, like: Tensor) -> Tensor:
@@ -373,10 +394,8 @@ def _empty(size: int, like: Tensor) -> Tensor:
     return torch.empty(size, dtype=like.dtype, device=like.device)
 
 
-def _divide(
-    members: Sequence[int], columns: Sequence[int], rows: int, count: int
-) -> list[list[tuple[int, int, int, int]]]:
-    """(member, its first row, the row after its last, columns) of each chunk: all in one, or several of each member."""
+def _divide(members: Sequence[int], columns: Sequence[int], rows: int, count: int) -> list[list[_Span]]:
+    """What each chunk has: all in one, or several of each member."""
     if count == 1:
         return [[(m, 0, rows, width) for m, width in zip(members, columns, strict=True)]]
     found = []
@@ -387,7 +406,7 @@ def _divide(
 
 
 def _products(
-    memory: Tensor, spans: Sequence[tuple[int, int, int, int]], rows: int, leave: Cut
+    memory: Tensor, spans: Sequence[_Span], rows: int, leave: Cut
 ) -> list[tuple[int, slice, Tensor]]:
     found: list[tuple[int, slice, Tensor]] = []
     offset = 0

@@ -23,16 +23,8 @@ _numbers = itertools.count()
 def register(product: Product) -> tuple[int, Product]:
     """A number for a product, the same for those of blocks that are alike, so that they share a graph; valid while that product is held."""
     parts = ["*" if part.isdecimal() else part for part in product.name.split(".")]
-    overlap = product.overlap
-    if overlap.forward_chunks == "auto":  # in a graph every chunk is a copy of the whole output
-        overlap = replace(overlap, forward_chunks=1)
     alike = replace(
-        product,
-        name=".".join(parts),
-        defers=False,
-        overlap=overlap,
-        collectives=traced(product.collectives),
-        is_traced=True,
+        product, name=".".join(parts), defers=False, collectives=traced(product.collectives), is_traced=True
     )
     for number, known in _products.items():
         if known == alike:

@@ -138,7 +138,7 @@ def schedule_of(
         elementwise="compiled" if is_compiled else "eager",
         float8=float8 != "none",
         fused_optimizer=not on_cpu,
-        chunks_for=None if is_compiled else cluster.target,
+        chunks_for=cluster.target,
     )
 
 

@@ -58,7 +58,8 @@ def kernel_bytes(shape, activations):
     config = LlamaConfig(**SIZES)
     grid = Grid.create(shape)
     model = LlamaForCausalLM(config)
-    ff.parallelize(model, grid, compile=True, precision="bf16", activations=activations)
+    in_one_piece = ff.Overlap(forward_chunks=1)  # chunks on CPUs are smaller than on GPUs
+    ff.parallelize(model, grid, compile=True, precision="bf16", activations=activations, overlap=in_one_piece)
     ids = torch.zeros(TOKENS // 256, 256, dtype=torch.long)
     moved = {False: 0.0, True: 0.0}
     count = GraphLowering.count_bytes

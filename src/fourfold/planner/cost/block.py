@@ -85,6 +85,8 @@ def _forward(groups: list[Linears], given: Given) -> Pass:
             features = sum(outputs)
             own_s = sum(_matmul_s(n, sharding, group, g, "forward") for n in outputs)
             chunks = _chunks(g.tokens * features, int(group.inputs), g.schedule)
+            if chunks > 1 and g.schedule.elementwise == "compiled":
+                own_s += _joined_s(group.in_axis, sharding, features, g)
             sent_s = _reduce_s(group.in_axis, sharding, features / chunks, g)
             pieces += [(own_s / chunks, sent_s)] * chunks
             matmul += own_s
@@ -104,6 +106,12 @@ def _chunks(elements: float, features: int, schedule: Schedule) -> int:
     if schedule.chunks_for is None:
         return 1
     return Overlap().chunks_of(elements, schedule.weight_bytes, features, schedule.chunks_for)
+
+
+def _joined_s(axis: str, sharding: Sharding, features: float, given: Given) -> float:
+    """In a graph each chunk of an output has its own memory. What a rank keeps of them is put together in the end."""
+    kept = 1 if sharding == "whole" else {"y": given.y, "x": given.x}[axis]
+    return memory_s(2 * given.schedule.weight_bytes * given.tokens * features / kept, given.device)
 
 
 def _backward(groups: list[Linears], given: Given) -> Pass:
