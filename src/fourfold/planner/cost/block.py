@@ -101,16 +101,22 @@ def _forward(groups: list[Linears], given: Given) -> Pass:
     return Pass(matmul, 0.0, 0.0, link, exposed)
 
 
+_AUTO = Overlap()
+
+
 def _chunks(elements: float, features: int, schedule: Schedule) -> int:
     """Of the sum of an output."""
     if schedule.chunks_for is None:
         return 1
-    return Overlap().chunks_of(elements, schedule.weight_bytes, features, schedule.chunks_for)
+    return _AUTO.chunks_of(elements, schedule.weight_bytes, features, schedule.chunks_for)
 
 
 def _joined_s(axis: str, sharding: Sharding, features: float, given: Given) -> float:
     """In a graph each chunk of an output has its own memory. What a rank keeps of them is put together in the end."""
-    kept = 1 if sharding == "whole" else {"y": given.y, "x": given.x}[axis]
+    ranks = {"y": given.y, "x": given.x}[axis]
+    if ranks == 1:
+        return 0.0  # nothing is sent
+    kept = 1 if sharding == "whole" else ranks
     return memory_s(2 * given.schedule.weight_bytes * given.tokens * features / kept, given.device)
 
 
