@@ -60,17 +60,17 @@ FAULTS = ("norm", "sibling-reduce", "loss")
 @contextmanager
 def injected(fault: str) -> Iterator[None]:
     """A fault in one kind of layer, for as long as it lasts."""
-    saved = (layers.sum_both, loss.count_labels, Product.reduce)
+    saved = (layers.sum_both, loss.LabelCount, Product.reduce)
     if fault == "norm":  # each shard normalises by its own statistics
         layers.sum_both = lambda part, collectives, axis, *_: part * collectives.size(axis)
     elif fault == "loss":  # the mean over the labels of this rank, not of the global batch
-        loss.count_labels = lambda labels, grid, **_: (labels != -100).sum().clamp(min=1)
+        loss.LabelCount = lambda labels, grid, **_: lambda: (labels != -100).sum().clamp(min=1)  # type: ignore[misc, assignment]
     elif fault == "sibling-reduce":  # q, k, v and gate, up forget to sum the gradient of their input
         Product.reduce = _forgetful(Product.reduce)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        layers.sum_both, loss.count_labels, Product.reduce = saved  # type: ignore[method-assign]
+        layers.sum_both, loss.LabelCount, Product.reduce = saved  # type: ignore[method-assign]
 
 
 def _forgetful(reduce: Callable[..., Pending]) -> Callable[..., Pending]:
