@@ -341,7 +341,7 @@ class _Chunk:
     # (member, which rows of each group of tokens, where to write [parts, groups, rows, features]): one for each member.
     # Where ranks keep tokens and a chunk has some of each rank's, the tokens of a rank are a group; otherwise all are one.
     products: list[tuple[int, slice, Tensor]]
-    # In a graph, memory of each of several members, for the same reason.
+    # In a graph, memory of each of several members; they are put together in ``parts``.
     apart: tuple[Tensor, ...] = ()
 
 
