@@ -26,7 +26,7 @@ RECIPE = "rowwise_with_gw_hp"
 def test_it_equals_the_real_run(pool: RankPool, shape: Any, weights: Any, activations: Any) -> None:
     same, off = benchmark.compare(pool, shape, weights, "bf16", activations, float8=RECIPE)
     assert same
-    assert off <= benchmark.MEMORY_BAR  # a CPU has copies for operators of two dtypes
+    assert abs(off) <= benchmark.MEMORY_BAR
 
 
 def run(shape: Any, float8: str = RECIPE, **changes: Any) -> DryRun:

@@ -47,9 +47,7 @@ def config(**changes) -> LlamaConfig:
 def test_dry_run_equals_the_real_run(pool, shape, weights, precision, activations):
     same, off = benchmark.compare(pool, shape, weights, precision, activations)
     assert same
-    assert off <= benchmark.MEMORY_BAR
-    # In bf16 a CPU takes more: operators of two dtypes have copies there, which they do not have on GPUs.
-    assert precision == "bf16" or off >= -benchmark.MEMORY_BAR
+    assert abs(off) <= benchmark.MEMORY_BAR
 
 
 def whole_and_expanded(blocks: int, shape: Any, **options: Any) -> tuple[DryRun, DryRun]:

@@ -73,6 +73,15 @@ def _moved_bytes(func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> fl
     return read + written
 
 
+def cast_bytes(func: Any, args: Any, kwargs: Any) -> int:
+    """What a CPU holds while an operator of several dtypes runs: copies in the common one. GPUs cast in registers."""
+    if torch.Tag.pointwise not in func.tags:
+        return 0
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+    widest = max((t.element_size() for t in tensors if t.ndim), default=0)
+    return sum(widest * t.numel() for t in tensors if t.ndim and t.element_size() < widest)
+
+
 def _touched_bytes(tensor: Tensor) -> int:
     """What it reads or writes of memory; an expanded tensor reads its storage once."""
     if isinstance(tensor, DTensor):

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from fourfold.dry_run.events import Category, Event, Operation, Phase, Start, Trace, Wait
-from fourfold.dry_run.operators import MATMULS, work_of
+from fourfold.dry_run.operators import MATMULS, cast_bytes, work_of
 from fourfold.mesh.collectives import InFlightCollective, Observer
 from fourfold.mesh.grid import Grid
 
@@ -203,6 +203,8 @@ class Recorder(TorchDispatchMode, Observer):
         phase, module = self._where()
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         fresh = [t for t in outputs if self._take(t, phase, module, func)]
+        if self.grid.target == "cpu" and (copied := cast_bytes(func, args, kwargs)):
+            self._for_a_moment(copied)
         if func.namespace == "c10d" or (not fresh and not func._schema.is_mutable):
             return out  # collectives report themselves; views do nothing
         if not inputs:
@@ -310,6 +312,14 @@ class Recorder(TorchDispatchMode, Observer):
         self._change(number, storage.nbytes())
         weakref.finalize(storage, self._gone, address, number).atexit = False
         return number
+
+    def _for_a_moment(self, size: int) -> None:
+        number, self._next = self._next, self._next + 1
+        self._categories[number] = "activations"
+        self._bytes[number] = 0
+        self._change(number, size)
+        self._change(number, -size)
+        del self._bytes[number]
 
     def _gone(self, address: int, number: int) -> None:
         self._change(number, -self._bytes[number])
