@@ -35,9 +35,9 @@ from fourfold.mesh.grid import Grid
 from fourfold.parallel import compiled, layers
 from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.float8.choice import Float8Recipe
-from fourfold.parallel.linear_op import Cut, Product
 from fourfold.parallel.loss import cross_entropy as loss
 from fourfold.parallel.options import ActivationsWanted
+from fourfold.parallel.product.product import Cut, Product
 from fourfold.selftest import (
     EPS,
     GRADIENT_BAR,

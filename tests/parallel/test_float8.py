@@ -15,7 +15,7 @@ from fourfold import Grid
 from fourfold.errors import UnsupportedError
 from fourfold.mesh.collectives import Pending
 from fourfold.parallel.float8.choice import check_device, linears_in_float8
-from fourfold.parallel.linear_op import Product
+from fourfold.parallel.product.product import Product
 from fourfold.selftest import Errors
 from tests.models import batch, build
 

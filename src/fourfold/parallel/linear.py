@@ -22,7 +22,7 @@ and v are scattered by heads, and the output projection gathers heads. Where hea
 has all of them.
 
 Linears that read one input (q, k, v; gate, up) are one group: they are computed together at the first call of one of
-them, and cost one collective each time. The function itself is in `linear_op.py`.
+them, and cost one collective each time. The function itself is in `product/linear_op.py`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from fourfold.mesh.grid import Grid
 from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import sum_backward
 from fourfold.parallel.dropout import Dropout
-from fourfold.parallel.linear_op import Product, sharded_product
+from fourfold.parallel.product.linear_op import sharded_product
+from fourfold.parallel.product.product import Product
+from fourfold.parallel.product.traced_product import register, traced_product
 from fourfold.parallel.sequence import REPLICATED, Cuts, ShapeProxy, Tokens
-from fourfold.parallel.traced_product import register, traced_product
 from fourfold.weights.api import read_weight
 from fourfold.weights.overlap import Overlap
 

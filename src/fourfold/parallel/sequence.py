@@ -27,7 +27,7 @@ from fourfold.errors import UnsupportedError, line_of_model
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives
 from fourfold.mesh.grid import Grid
-from fourfold.parallel.linear_op import Cut
+from fourfold.parallel.product.product import Cut
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Literal
 MOST_CHUNKS = 4
 # Sending a chunk should take longer than starting a collective: about 0.3 ms for Gloo, 20 us for NCCL.
 CHUNK_BYTES = {"cpu": 2**20, "cuda": 16 * 2**20}
-# And on GPUs so should the matmul behind which it is sent: about 60 us of an H100.
-CHUNK_OPERATIONS = {"cpu": 0.0, "cuda": 4e10}
+# And on GPUs so should the matmul that hides it: about 60 us of an H100. On CPUs any matmul is long enough.
+CHUNK_OPERATIONS = {"cpu": 1.0, "cuda": 4e10}
 STREAMED_OPTIONS = ("prefetch", "bundle_bytes", "keep_bytes", "gradients", "in_flight_bytes")
 SEQUENCE_PARALLEL_OPTIONS = ("keep_inputs",)
 
@@ -75,7 +75,7 @@ class Overlap:
         if self.forward_chunks != "auto":
             return self.forward_chunks
         by_bytes = elements * each_bytes / CHUNK_BYTES[target]
-        by_operations = 2 * elements * features / max(1.0, CHUNK_OPERATIONS[target])
+        by_operations = 2 * elements * features / CHUNK_OPERATIONS[target]
         return int(max(1, min(MOST_CHUNKS, by_bytes, by_operations)))
 
     @staticmethod

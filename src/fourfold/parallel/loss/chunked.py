@@ -19,8 +19,8 @@ from fourfold.mesh.collectives import Collectives, Pending
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.layers import check_range
-from fourfold.parallel.linear_op import Product
 from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows, piece_tokens
+from fourfold.parallel.product.product import Product
 
 
 def chunked_cross_entropy(

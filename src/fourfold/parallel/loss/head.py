@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.linear import Linear4D
-from fourfold.parallel.linear_op import Product
 from fourfold.parallel.loss.chunked import chunked_cross_entropy
+from fourfold.parallel.product.product import Product
 from fourfold.weights.overlap import Overlap
 
 IGNORE_INDEX = -100

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fourfold.mesh.operators import traced
-from fourfold.parallel.linear_op import Product, sharded_product
+from fourfold.parallel.product.linear_op import sharded_product
+from fourfold.parallel.product.product import Product
 
 _products: WeakValueDictionary[int, Product] = WeakValueDictionary()
 _numbers = itertools.count()

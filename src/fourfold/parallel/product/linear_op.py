@@ -1,16 +1,7 @@
 """One sharded product as one autograd function: gather, multiply, reduce.
 
-O = I W^T for the weights of one or several linears that read the same input. The features of I are sharded over
-``in_axis``, those of O over ``out_axis``. The other axis of each activation shards its tokens, or a second time its
-features, or nothing:
-
-    cut         an activation over its second axis         to multiply it     after the product
-    tokens      each rank has some of the tokens           all-gather         reduce-scatter
-    features    each rank has some of the features         all-gather         reduce-scatter
-    whole       each rank has all of it                    nothing            all-reduce
-
-Activations that are replicated are the case in which every cut is "whole". An all-reduce sends as many bytes as a
-reduce-scatter and an all-gather, so all cuts cost the same traffic.
+O = I W^T for the weights of one or several linears that read the same input. `product.py` says how its activations are cut, and what
+is gathered and reduced; `outputs.py` has the memory of the outputs.
 
 In float8 (`float8/operands.py`) the operands of O and dI are quantised after they are gathered; the rest is the same.
 
@@ -19,98 +10,22 @@ The function is complete when it returns; its backward may leave the gradient of
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fourfold.mesh.axes import Axis
-from fourfold.mesh.collectives import Collectives, Pending, Purpose
+from fourfold.mesh.collectives import Pending
 from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import await_gradient, put_in_flight
 from fourfold.parallel.float8.operands import Float8, multiply, operands_of_gradient, operands_of_output
-from fourfold.weights.overlap import Overlap
+from fourfold.parallel.product.outputs import Outputs, memory_of, outputs_of
+from fourfold.parallel.product.product import Product
 
-Cut = Literal["tokens", "features", "whole"]
 _Matrix = Tensor | Float8
 _A = TypeVar("_A", bound=_Matrix)
 _B = TypeVar("_B", bound=_Matrix)
-
-
-@dataclass(frozen=True)
-class Product:
-    """Which product: the axes, the cuts, and which weights each member (a linear) has."""
-
-    collectives: Collectives
-    in_axis: Axis | None
-    out_axis: Axis | None
-    # How the input is cut over out_axis, and the output of each member over in_axis.
-    enter: Cut
-    leaves: tuple[Cut, ...]
-    # The weights of each member, as a slice of all of them; stored [in, out] if transposed.
-    spans: tuple[slice, ...]
-    transposed: bool
-    overlap: Overlap
-    target: str
-    # Return the input's gradient in flight: streamed weights send the gradients of the weights before it is waited for.
-    defers: bool
-    float8: bool
-    name: str
-    is_traced: bool = False  # in the graph of a compiled block
-
-    @functools.cached_property
-    def in_ranks(self) -> int:
-        return 1 if self.in_axis is None else self.collectives.size(self.in_axis)
-
-    @functools.cached_property
-    def out_ranks(self) -> int:
-        return 1 if self.out_axis is None else self.collectives.size(self.out_axis)
-
-    @functools.cached_property
-    def together(self) -> list[tuple[Cut, list[int]]]:
-        """Members whose outputs are cut in the same way: one collective serves them all."""
-        found: dict[Cut, list[int]] = {}
-        for member, leave in enumerate(self.leaves):
-            found.setdefault(leave, []).append(member)
-        return list(found.items())
-
-    @functools.cached_property
-    def gathers_gradients(self) -> bool:
-        return self.in_ranks > 1 and any(leave != "whole" for leave in self.leaves)
-
-    def gather(self, own: Tensor, axis: Axis | None, cut: Cut, purpose: Purpose) -> tuple[Tensor, Pending]:
-        """All of an activation: [1, tokens, features], or [ranks, tokens, features of one rank] by features."""
-        if axis is None or cut == "whole" or (ranks := self.collectives.size(axis)) == 1:
-            return own.unsqueeze(0), Pending()
-        parts = ranks if cut == "features" else 1
-        full = own.new_empty(parts, own.shape[0] * ranks // parts, own.shape[1])
-        return full, self.collectives.all_gather(full, own.contiguous(), axis, purpose, module=self.name)
-
-    def reduce(self, own: Tensor, parts: Tensor, axis: Axis | None, cut: Cut) -> Pending:
-        """The sums of ``parts`` that are this rank's, into ``own``; in place where each rank has all of them."""
-        if axis is None or cut == "whole" or self.collectives.size(axis) == 1:
-            return self.collectives.all_reduce(parts, axis, "activation", module=self.name)
-        return self.collectives.reduce_scatter(own, parts, axis, "activation", module=self.name)
-
-    def shared_scales(self, axis: Axis | None) -> Callable[[Tensor], Pending]:
-        """Reduces largest magnitudes, in place, of rows that the ranks of an axis have parts of."""
-        return lambda largest: self.collectives.all_reduce(
-            largest, axis, "scale", dist.ReduceOp.MAX, module=self.name
-        )
-
-    def widths(self, weights: Sequence[Tensor]) -> list[int]:
-        """The number of output features of each member."""
-        dim = 1 if self.transposed else 0
-        return [sum(weight.shape[dim] for weight in weights[span]) for span in self.spans]
-
-    def blocks(self, weights: Sequence[Tensor], member: int) -> list[Tensor]:
-        """A member's weights as [out, in]."""
-        own = weights[self.spans[member]]
-        return [w.t() for w in own] if self.transposed else list(own)
 
 
 class _ShardedProduct(torch.autograd.Function):
@@ -245,7 +160,7 @@ def gathered_input(product: Product, own: Tensor) -> Tensor:
 def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """The outputs in flat memory: of all members that are cut alike together, or of each, where nothing is sent (`outputs_of`)."""
     interleaving = product.collectives.interleaving
-    made: list[tuple[list[Tensor], list[_Chunk]]] = []
+    made: list[Outputs] = []
     in_flight: list[Pending] = []
     blocks = [product.blocks(weights, member) for member in range(len(product.spans))]
     left: _Matrix = full
@@ -254,29 +169,22 @@ def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> lis
         left, right = operands_of_output(full, blocks, product.shared_scales(product.in_axis))
     for leave, members in product.together:
         widths = [sum(block.shape[0] for block in right[m]) for m in members]
-        memory, chunks = _outputs(product, members, widths, leave, full)
+        outputs = memory_of(product, members, widths, leave, full)
         # A chunk of the outputs is reduced while the next is multiplied.
-        for chunk in chunks:
+        for chunk in outputs.chunks:
             for member, rows, out_memory in chunk.products:
                 # [input parts, groups of tokens, rows of each group, features]
                 read = left.unflatten(1, (out_memory.shape[1], -1))[:, :, rows]
                 for out, i, block in _terms(out_memory, right[member], len(full)):
                     _multiply(read[i], block.t(), out, first=i == 0)
-            if chunk.apart:
-                torch.cat(chunk.apart, dim=1, out=chunk.parts)
+            chunk.put_together()
             in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
-        made.append((memory, chunks))
+        made.append(outputs)
     if interleaving is not None and product.in_ranks > 1:
         interleaving.switch()
     for pending in in_flight:
         pending.wait()
-    found: list[Tensor] = []
-    for memory, chunks in made:
-        if memory:
-            found += memory
-        else:
-            found.append(torch.cat([c.own for c in chunks]) if len(chunks) > 1 else chunks[0].own)
-    return found
+    return [kept for outputs in made for kept in outputs.kept()]
 
 
 def _multiplied_back(
@@ -296,131 +204,6 @@ def _multiplied_back(
             _multiply(out, block, each[i], first=i not in written, is_gradient=True)
             written.add(i)
     return parts
-
-
-def outputs_of(
-    product: Product,
-    memory: Sequence[Tensor],
-    widths: Sequence[int],
-    tokens: int,
-    shapes: Sequence[tuple[int, ...]],
-) -> list[Tensor]:
-    """The output of each member in the memory of `multiplied`; ``widths`` are all features of each, ``tokens`` those of the input."""
-    outputs: dict[int, Tensor] = {}
-    left = list(memory)
-    for leave, members in product.together:
-        if product.in_ranks == 1:
-            for member in members:
-                outputs[member] = left.pop(0).view(*shapes[member], widths[member])
-            continue
-        rows = tokens // product.in_ranks if leave == "tokens" else tokens
-        columns = [widths[m] // product.in_ranks if leave == "features" else widths[m] for m in members]
-        together = left.pop(0)
-        parts = together.split([rows * width for width in columns]) if len(members) > 1 else [together]
-        for member, part, width in zip(members, parts, columns, strict=True):
-            own = part.view(*shapes[member], width)
-            # Attention keeps v, and what it makes of q and k: v is not to keep the memory that all three share.
-            outputs[member] = own.clone() if leave == "features" and len(product.leaves) > 1 else own
-    return [outputs[member] for member in range(len(product.leaves))]
-
-
-_Span = tuple[int, int, int, int]  # a member, its first row, the row after its last, columns
-
-
-def _size(spans: Sequence[_Span]) -> int:
-    return sum((last - first) * width for _, first, last, width in spans)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """What one collective reduces of the members' outputs."""
-
-    own: Tensor
-    # [ranks, own]: this rank's parts of what each of them keeps.
-    parts: Tensor
-    # (member, which rows of each group of tokens, where to write [parts, groups, rows, features]): one for each member.
-    # Where ranks keep tokens and a chunk has some of each rank's, the tokens of a rank are a group; otherwise all are one.
-    products: list[tuple[int, slice, Tensor]]
-    # In a graph, memory of each of several members; they are put together in ``parts``.
-    apart: tuple[Tensor, ...] = ()
-
-
-def _outputs(
-    product: Product, members: Sequence[int], widths: Sequence[int], leave: Cut, full: Tensor
-) -> tuple[list[Tensor], list[_Chunk]]:
-    """Memory for what a rank keeps of the outputs of ``members``, which are cut alike; and the same in chunks.
-
-    In a graph each chunk has memory of its own, and there is none for all: to write a part of a tensor, a graph copies all of it.
-    """
-    tokens = full.shape[1]
-    if product.in_ranks == 1:
-        # Nothing is sent. Separate memory, so that keeping one output (v in attention) does not keep the others.
-        apart = [_empty(tokens * width, full) for width in widths]
-        return apart, [
-            _Chunk(out, out.view(1, -1), [(member, slice(None), out.view(1, 1, tokens, width))])
-            for member, out, width in zip(members, apart, widths, strict=True)
-        ]
-    ranks = 1 if leave == "whole" else product.in_ranks
-    rows = tokens // ranks if leave == "tokens" else tokens
-    columns = [width // ranks if leave == "features" else width for width in widths]
-    count = product.overlap.chunks_of(
-        ranks * rows * sum(columns), full.element_size(), full.shape[-1], product.target
-    )
-    spans = _divide(members, columns, rows, count)
-    if product.is_traced:
-        return [], [_chunk_apart(each, ranks, rows, leave, full) for each in spans]
-    parts = _empty(ranks * rows * sum(columns), full)
-    own = _empty(rows * sum(columns), full) if ranks > 1 else parts
-    chunks, end = [], 0
-    for each in spans:
-        start, end = end, end + _size(each)
-        memory = parts[ranks * start : ranks * end].view(ranks, end - start)
-        chunks.append(_Chunk(own[start:end], memory, _products(memory, each, rows, leave)))
-    return [own], chunks
-
-
-def _chunk_apart(spans: Sequence[_Span], ranks: int, rows: int, leave: Cut, full: Tensor) -> _Chunk:
-    parts = _empty(ranks * _size(spans), full).view(ranks, -1)
-    own = _empty(_size(spans), full) if ranks > 1 else parts.view(-1)
-    if len(spans) == 1:
-        return _Chunk(own, parts, _products(parts, spans, rows, leave))
-    apart = tuple(_empty(ranks * _size([span]), full).view(ranks, -1) for span in spans)
-    products = [_products(memory, [span], rows, leave)[0] for memory, span in zip(apart, spans, strict=True)]
-    return _Chunk(own, parts, products, apart)
-
-
-def _empty(size: int, like: Tensor) -> Tensor:
-    """Not `like.new_empty`: a graph that recomputes a block would gather the input for it again."""
-    return torch.empty(size, dtype=like.dtype, device=like.device)
-
-
-def _divide(members: Sequence[int], columns: Sequence[int], rows: int, count: int) -> list[list[_Span]]:
-    """What each chunk has: all in one, or several of each member."""
-    if count == 1:
-        return [[(m, 0, rows, width) for m, width in zip(members, columns, strict=True)]]
-    found = []
-    for m, width in zip(members, columns, strict=True):
-        size = -(-rows // max(1, round(count * width / sum(columns))))
-        found += [[(m, start, min(start + size, rows), width)] for start in range(0, rows, size)]
-    return found
-
-
-def _products(
-    memory: Tensor, spans: Sequence[_Span], rows: int, leave: Cut
-) -> list[tuple[int, slice, Tensor]]:
-    found: list[tuple[int, slice, Tensor]] = []
-    offset = 0
-    for m, first, last, width in spans:
-        size = (last - first) * width
-        out = memory[:, offset : offset + size].unflatten(1, (last - first, width))
-        offset += size
-        if leave != "tokens":
-            found.append((m, slice(first, last), out.unsqueeze(1)))
-        elif last - first == rows and out.is_contiguous():
-            found.append((m, slice(None), out.view(1, 1, -1, width)))
-        else:
-            found.append((m, slice(first, last), out.unsqueeze(0)))
-    return found
 
 
 def _computed(
