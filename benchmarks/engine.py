@@ -10,7 +10,8 @@ pair in turns in one run. PyTorch's side has FSDP2 with prefetch on its streams,
                                                        between two nodes                 at most 0.90
     data    data = 2 / FSDP2 of one shard, which stands for DDP, between two nodes       at most 1.02
 
-Between nodes the links have the rate at which the communication of ours alone takes as long as its computation alone.
+Between nodes the links have the rate at which the communication of ours alone takes as long as its computation alone. The floor of a step
+there has forward, backward and AdamW one after another, and in each of the first two the longer of computation and communication.
 
     python -m benchmarks.engine
     python -m benchmarks.engine --only x data
@@ -68,24 +69,29 @@ PARTS = {
 }
 
 
-def measure(part: Part, rounds: int) -> tuple[Cluster, dict[str, Played]]:
+def measure(part: Part, rounds: int) -> tuple[Cluster, float, dict[str, Played]]:
+    """The cluster, the floor of a step between its nodes, and what was played."""
     per_node = part.layout.world // part.nodes
     cluster = cluster_of("dgx-h100", per_node)
     make = partial(steps.fourfold, JOB, part.shape, cluster, clips=False, precision="bf16")
     ours = make(**part.options)
+    floor_s = 0.0
     if part.nodes > 1:
 
         def with_rate(gbps: float) -> Cluster:
             return replace(cluster, links=replace(cluster.links, node_gbps=gbps))
 
         cluster = balanced(ours, with_rate, ours.work_s())
+        plain = part.options | {"overlap": Overlap.none()}
+        trained, apart = make(**plain), make(optimizes=False, **plain)
+        floor_s = sum(map(max, apart.by_phase(steps.price_of(cluster)))) + trained.work_s() - apart.work_s()
     programs = {"ours": ours}
     for by_tokens in (True, False) if part.layout.tensor > 1 else (False,):
         name = "theirs, sequence-parallel" if by_tokens else "theirs"
         programs[name] = steps.stock(JOB, part.layout, cluster, sequence_parallel=by_tokens)
     scale = scale_of(cluster, ours.work_s(), STEP_S)
     with Orchestra(cluster, part.nodes, scale, programs) as orchestra:
-        return cluster, orchestra.play(rounds)
+        return cluster, floor_s, orchestra.play(rounds)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,10 +109,13 @@ def main(arguments: list[str] | None = None) -> int:
     good, busiest = 0, 0.0
     for name in options.only:
         part = PARTS[name]
-        cluster, played = measure(part, options.rounds)
+        cluster, floor_s, played = measure(part, options.rounds)
         theirs = min((w for w in played if w != "ours"), key=lambda w: played[w].median_s)
         ratio = played["ours"].median_s / played[theirs].median_s
-        rate = f", links of {cluster.links.node_gbps:.1f} GB/s" if part.nodes > 1 else ""
+        rate = ""
+        if part.nodes > 1:
+            rate = f", links of {cluster.links.node_gbps:.1f} GB/s, floor {floor_s * 1e3:.2f} ms"
+            rate += f" ({floor_s / played[theirs].median_s:.3f})"
         verdict = "" if ratio <= part.threshold else "   MISSED"
         print(f"{part.what}: {ratio:.3f} (at most {part.threshold:.2f}){rate}{verdict}")
         for words, result in played.items():
