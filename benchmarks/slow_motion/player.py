@@ -16,43 +16,67 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.cluster import MTU_BYTES
 from benchmarks.slow_motion.program import Item
 
+Key = tuple[str, int, int]  # program and stream; ranks between neighbours, and ranks of the group
+
+_MOST = 256  # rings of a rank
 _PIECE = 1 << 16
 _ZEROS = memoryview(bytes(_PIECE))
 _NOTHING = bytearray(_PIECE)
 
 
+@dataclass(frozen=True)
+class Links:
+    """Of a ring: its bytes, and word that a rank is there, which takes no time and is on no link."""
+
+    forth: socket.socket
+    back: socket.socket
+    to_previous: socket.socket
+    from_next: socket.socket
+
+
 class Ring:
     """This rank's connections to the next and from the previous rank of a group."""
 
-    def __init__(self, ranks: int, forth: socket.socket, back: socket.socket) -> None:
-        self.ranks, self.forth, self.back = ranks, forth, back
-        for end in (forth, back):
-            end.setblocking(False)
+    def __init__(self, ranks: int, links: Links, frame_s: float = 0.0) -> None:
+        self.ranks, self.links = ranks, links
+        self.frame_s = frame_s  # on the link from the previous rank
+        links.forth.setblocking(False)
+        links.back.setblocking(False)
 
     def step(self, size: int) -> None:
         """Send so many bytes to the next rank, and receive as many from the previous."""
         to_send = to_receive = size
+        forth, back = self.links.forth, self.links.back
         while to_send or to_receive:
-            readers, writers, _ = select.select(
-                [self.back] if to_receive else [], [self.forth] if to_send else [], []
-            )
+            readers, writers, _ = select.select([back] if to_receive else [], [forth] if to_send else [], [])
             if writers:
-                to_send -= self.forth.send(_ZEROS[: min(to_send, _PIECE)])
+                to_send -= forth.send(_ZEROS[: min(to_send, _PIECE)])
             if readers:
-                got = self.back.recv_into(_NOTHING, min(to_receive, _PIECE))
+                got = back.recv_into(_NOTHING, min(to_receive, _PIECE))
                 if not got:
                     raise ConnectionError("the previous rank has ended")
                 to_receive -= got
 
-    def run(self, kind: str, size: float) -> None:
+    def run(self, kind: str, size: float) -> float:
+        """When it is over.
+
+        Nothing is sent before the next rank is there, too: the kernel would keep it for that rank, and it would have taken no time.
+        A link hands over a frame at once, and then waits as long as it takes.
+        """
+        self.links.to_previous.sendall(b"!")
+        _exactly(self.links.from_next, 1)
         passes = 2 if kind == "all_reduce" else 1
         part = max(1, round(size / self.ranks))
         for _ in range(passes * (self.ranks - 1)):
             self.step(part)
+        return time.perf_counter() + self.frame_s * min(1.0, part / MTU_BYTES)
 
 
 class Latch:
@@ -81,7 +105,7 @@ class Player:
     def __init__(self, plan: dict[str, Any], rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.dilation, self.payload = plan["dilation"], plan["payload"]
-        self.rings: dict[tuple[str, int, int], Ring] = {}
+        self.rings: dict[Key, Ring] = {}
 
     # -- connections ----------------------------------------------------------------------------------------------------
 
@@ -92,35 +116,56 @@ class Player:
             for stream, items in streams.items():
                 groups = {tuple(item[2]) for item in items if item[0] == "send"}
                 wanted += [(f"{name}/{stream}", *group) for group in sorted(groups)]
-        with socket.create_server(("", self.plan["port"]), backlog=256) as server:
-            forth = {key: self._forth(key) for key in wanted}
-            back = {}
-            while len(back) < len(wanted):
-                connection, _ = server.accept()
-                size = int.from_bytes(_exactly(connection, 2), "big")
-                stream, stride, ranks = json.loads(_exactly(connection, size))
-                back[stream, stride, ranks] = connection
-        self.rings = {key: Ring(key[2], forth[key], back[key]) for key in wanted}
+        with (
+            socket.create_server(("", self.plan["port"]), backlog=_MOST) as data,
+            socket.socket(socket.AF_UNIX) as words,
+        ):
+            words.bind(self._door(self.rank))
+            words.listen(_MOST)
+            forth = {key: self._to_next(key) for key in wanted}
+            to_previous = {key: self._to_previous(key) for key in wanted}
+            back, from_next = (self._from_others(server, len(wanted)) for server in (data, words))
+        for key in wanted:
+            _, where = self._neighbour(key, -1)
+            links = Links(forth[key], back[key], to_previous[key], from_next[key])
+            self.rings[key] = Ring(key[2], links, self.plan["frame_s"][where])
 
-    def _forth(self, key: tuple[str, int, int]) -> socket.socket:
+    def _door(self, rank: int) -> str:
+        return f"{self.plan['folder']}/{rank}"
+
+    def _neighbour(self, key: Key, step: int) -> tuple[int, str]:
+        """A rank next to this one in its group, and which links lead there."""
         _, stride, ranks = key
         place = self.rank // stride % ranks
-        following = self.rank + ((place + 1) % ranks - place) * stride
-        is_inside = following // self.plan["per_node"] == self.rank // self.plan["per_node"]
-        address = self.plan["inside" if is_inside else "outside"][following]
-        until_s = time.monotonic() + 60
-        while True:
-            try:
-                connection = socket.create_connection((address, self.plan["port"]), timeout=60)
-                break
-            except OSError:
-                if time.monotonic() > until_s:
-                    raise
-                time.sleep(0.05)
+        other = self.rank + ((place + step) % ranks - place) * stride
+        per_node = self.plan["per_node"]
+        return other, "inside" if other // per_node == self.rank // per_node else "outside"
+
+    def _to_next(self, key: Key) -> socket.socket:
+        following, where = self._neighbour(key, 1)
+        address = (self.plan[where][following], self.plan["port"])
+        connection = _patiently(lambda: socket.create_connection(address, timeout=60))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        said = json.dumps(key).encode()
-        connection.sendall(len(said).to_bytes(2, "big") + said)
-        return connection
+        return _introduced(connection, key)
+
+    def _to_previous(self, key: Key) -> socket.socket:
+        previous, _ = self._neighbour(key, -1)
+
+        def connect() -> socket.socket:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(self._door(previous))
+            return connection
+
+        return _introduced(_patiently(connect), key)
+
+    def _from_others(self, server: socket.socket, number: int) -> dict[Key, socket.socket]:
+        found: dict[Key, socket.socket] = {}
+        while len(found) < number:
+            connection, _ = server.accept()
+            size = int.from_bytes(_exactly(connection, 2), "big")
+            stream, stride, ranks = json.loads(_exactly(connection, size))
+            found[stream, stride, ranks] = connection
+        return found
 
     # -- playing --------------------------------------------------------------------------------------------------------
 
@@ -166,8 +211,7 @@ class Player:
             else:
                 _, kind, (stride, ranks), size = item
                 _sleep_until(now_s + self._latency_s(stride, ranks, kind))
-                self.rings[stream, stride, ranks].run(kind, size / self.payload)
-                end_s = time.perf_counter()
+                end_s = self.rings[stream, stride, ranks].run(kind, size / self.payload)
                 flights[stream] = flights.get(stream, 0.0) + end_s - now_s
                 now_s = end_s
         return now_s
@@ -180,6 +224,24 @@ class Player:
         hops_us = (ranks - nodes) * library["hop_us"] + (nodes - 1) * library["net_hop_us"]
         passes = 2 if kind == "all_reduce" else 1
         return float((library["base_us"] + passes * hops_us) * 1e-6 * self.dilation)
+
+
+def _patiently(connect: Callable[[], socket.socket]) -> socket.socket:
+    """The other rank may not listen yet."""
+    until_s = time.monotonic() + 60
+    while True:
+        try:
+            return connect()
+        except OSError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.05)
+
+
+def _introduced(connection: socket.socket, key: Key) -> socket.socket:
+    said = json.dumps(key).encode()
+    connection.sendall(len(said).to_bytes(2, "big") + said)
+    return connection
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

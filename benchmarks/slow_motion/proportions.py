@@ -19,14 +19,17 @@ _NODE_MBIT = 200.0
 def cluster_of(name: str, per_node: int) -> Cluster:
     """Nodes of so many devices, with their part of the node's cards.
 
-    As it is played: every collective is a ring, and takes no multiprocessors from computation.
+    As it is played: every collective is a ring, at the rate of the links, and takes no multiprocessors from computation; a switch
+    joins the devices of a node.
     """
     whole = preset("dgx-h100" if name == CLOUD else name)
     links = whole.links
     node_gbps = 12.5 if name == CLOUD else links.node_gbps * per_node / links.devices_per_node
     return replace(
         whole,
-        links=replace(links, devices_per_node=per_node, node_gbps=node_gbps),
+        links=replace(
+            links, devices_per_node=per_node, node_gbps=node_gbps, pair_gbps=None, measured_gbps=()
+        ),
         library=replace(whole.library, algorithms=("ring",), small_gbps=1e-9),
         slowdown=Slowdown(1.0, 1.0),
     )

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import cluster
 from benchmarks.slow_motion.conductor import Orchestra
 from benchmarks.slow_motion.machines import Scale
-from benchmarks.slow_motion.player import Player, Ring
+from benchmarks.slow_motion.player import Links, Player, Ring
 from benchmarks.slow_motion.program import COMPUTE, Program
 from fourfold.planner.inputs.cluster import preset
 
@@ -43,7 +43,7 @@ def test_waiting_takes_until_the_other_stream_is_there():
 @pytest.mark.parametrize(("kind", "parts"), [("all_gather", 2), ("reduce_scatter", 2), ("all_reduce", 4)])
 def test_a_ring_sends_what_the_formula_says(kind, parts):
     ranks, size = 3, 300_000
-    pairs = [socket.socketpair() for _ in range(ranks)]
+    pairs, words = ([socket.socketpair() for _ in range(ranks)] for _ in range(2))
     sent = [0] * ranks
 
     class Counted(Ring):
@@ -51,7 +51,10 @@ def test_a_ring_sends_what_the_formula_says(kind, parts):
             sent[rings.index(self)] += size
             super().step(size)
 
-    rings = [Counted(ranks, pairs[rank][0], pairs[rank - 1][1]) for rank in range(ranks)]
+    rings = [
+        Counted(ranks, Links(pairs[rank][0], pairs[rank - 1][1], words[rank - 1][1], words[rank][0]))
+        for rank in range(ranks)
+    ]
     threads = [threading.Thread(target=ring.run, args=(kind, size)) for ring in rings]
     for thread in threads:
         thread.start()
