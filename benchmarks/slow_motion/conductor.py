@@ -30,8 +30,6 @@ class Played:
 
     seconds: tuple[float, ...]
     cpu: float  # of all cores
-    # Seconds that collectives took of the rank on which they took longest, by stream.
-    flights: Mapping[str, float]
 
     @property
     def median_s(self) -> float:
@@ -109,8 +107,8 @@ class Orchestra:
         for lines in self._lines.values():
             print(json.dumps(words), file=lines, flush=True)
 
-    def step(self, name: str) -> tuple[float, float, dict[str, float]]:
-        """(seconds of the slowest rank as on the cluster, CPU seconds of all ranks, seconds of collectives)."""
+    def step(self, name: str) -> tuple[float, float]:
+        """(seconds of the slowest rank as on the cluster, CPU seconds of all ranks)."""
         self._tell([name, time.perf_counter() + _AHEAD_S])
         answers = []
         for rank, lines in self._lines.items():
@@ -119,15 +117,11 @@ class Orchestra:
                 raise RuntimeError(f"rank {rank} ended while it played {name}")
             answers.append(json.loads(said))
         seconds = max(a["seconds"] for a in answers) / self.scale.dilation
-        flights: dict[str, float] = {}
-        for answer in answers:
-            for stream, taken in answer["flights"].items():
-                flights[stream] = max(flights.get(stream, 0.0), taken / self.scale.dilation)
-        return seconds, sum(a["cpu_s"] for a in answers), flights
+        return seconds, sum(a["cpu_s"] for a in answers)
 
     def play(self, steps: int) -> dict[str, Played]:
         """Every program so often, in turns, after one step each that is not counted."""
-        found: dict[str, list[tuple[float, float, dict[str, float]]]] = {name: [] for name in self.programs}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in self.programs}
         for turn in range(steps + 1):
             for name in self.programs:
                 seen = self.step(name)
@@ -136,10 +130,9 @@ class Orchestra:
         cores = len(os.sched_getaffinity(0))
         return {
             name: Played(
-                tuple(seconds for seconds, _, _ in seen),
-                sum(cpu for _, cpu, _ in seen)
-                / (cores * self.scale.dilation * sum(seconds for seconds, _, _ in seen)),
-                seen[-1][2],
+                tuple(seconds for seconds, _ in seen),
+                sum(cpu for _, cpu in seen)
+                / (cores * self.scale.dilation * sum(seconds for seconds, _ in seen)),
             )
             for name, seen in found.items()
         }

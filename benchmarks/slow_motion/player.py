@@ -170,15 +170,14 @@ class Player:
     # -- playing --------------------------------------------------------------------------------------------------------
 
     def play(self, name: str, start_s: float) -> dict[str, Any]:
-        """Every stream in its thread; the seconds of the step, and of each collective."""
+        """Every stream in its thread; the seconds of the step."""
         streams: dict[str, list[Item]] = self.plan["programs"][name]
         latches = {item[1]: Latch() for items in streams.values() for item in items if item[0] == "record"}
         ends: dict[str, float] = {}
-        flights: dict[str, float] = {}
 
         def run(stream: str, items: list[Item]) -> None:
             try:
-                ends[stream] = self._run(f"{name}/{stream}", items, latches, start_s, flights)
+                ends[stream] = self._run(f"{name}/{stream}", items, latches, start_s)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)  # other streams would wait for this one
@@ -190,7 +189,7 @@ class Player:
             thread.join()
         end_s = max(ends.values())
         _sleep_until(end_s)
-        return {"seconds": end_s - start_s, "flights": flights}
+        return {"seconds": end_s - start_s}
 
     def _run(
         self,
@@ -198,7 +197,6 @@ class Player:
         items: list[Item],
         latches: dict[int, Latch],
         now_s: float,
-        flights: dict[str, float],
     ) -> float:
         for item in items:
             if item[0] == "work":
@@ -211,9 +209,7 @@ class Player:
             else:
                 _, kind, (stride, ranks), size = item
                 _sleep_until(now_s + self._latency_s(stride, ranks, kind))
-                end_s = self.rings[stream, stride, ranks].run(kind, size / self.payload)
-                flights[stream] = flights.get(stream, 0.0) + end_s - now_s
-                now_s = end_s
+                now_s = self.rings[stream, stride, ranks].run(kind, size / self.payload)
         return now_s
 
     def _latency_s(self, stride: int, ranks: int, kind: str) -> float:

@@ -11,8 +11,8 @@ A stream is a list of items, done in order:
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,28 +65,50 @@ class Program:
         kept = {name: [item for item in items if item[0] != kind] for name, items in self.streams.items()}
         return Program(kept, self.backward, self._events)
 
-    def alone_s(self, seconds_of: Callable[[Item], float]) -> float:
-        """How long it takes if every collective has its links for itself."""
+    def estimated_s(
+        self, seconds_of: Callable[[Item], float], link_of: Callable[[Item], Hashable] = id
+    ) -> float:
+        """How long it takes if a collective alone takes ``seconds_of``, and those under way on one link share it equally."""
         streams = {name: iter(items) for name, items in self.streams.items()}
-        now_s = dict.fromkeys(streams, 0.0)
-        over_s: dict[int, float] = {}
-        waiting: dict[str, Item | None] = dict.fromkeys(streams)
-        while streams:
-            for name, items in list(streams.items()):
-                while (item := waiting[name] or next(items, None)) is not None:
-                    waiting[name] = None
-                    if item[0] == "await" and item[1] not in over_s:
-                        waiting[name] = item
-                        break
-                    if item[0] == "await":
-                        now_s[name] = max(now_s[name], over_s[item[1]])
-                    elif item[0] == "record":
-                        over_s[item[1]] = now_s[name]
-                    else:
-                        now_s[name] += item[1] if item[0] == "work" else seconds_of(item)
-                else:
+        held: dict[str, Item] = {}  # what a stream waits for
+        doing: dict[str, tuple[Item, float]] = {}  # and what is left of it, alone
+        over: set[int] = set()
+        now_s = 0.0
+
+        def go_on(name: str) -> bool:
+            """To the next item that takes time, or that has to wait; whether an event is over now."""
+            has_recorded = False
+            while name in streams and name not in doing:
+                item = held.pop(name, None) or next(streams[name], None)
+                if item is None:
                     del streams[name]
-        return max(now_s.values(), default=0.0)
+                elif item[0] == "await" and item[1] not in over:
+                    held[name] = item
+                    break
+                elif item[0] == "record":
+                    over.add(item[1])
+                    has_recorded = True
+                elif item[0] in ("work", "send"):
+                    doing[name] = item, item[1] if item[0] == "work" else seconds_of(item)
+            return has_recorded
+
+        while True:
+            while any([go_on(name) for name in tuple(streams)]):
+                pass
+            if not doing:
+                return now_s
+            on_link = Counter(link_of(item) for item, _ in doing.values() if item[0] == "send")
+            slower = {
+                name: on_link.get(link_of(i), 1) if i[0] == "send" else 1 for name, (i, _) in doing.items()
+            }
+            passed_s = min(left_s * slower[name] for name, (_, left_s) in doing.items())
+            now_s += passed_s
+            for name, (item, left_s) in tuple(doing.items()):
+                # Equal times differ in their last digit.
+                if left_s * slower[name] <= passed_s * (1 + 1e-12):
+                    del doing[name]
+                else:
+                    doing[name] = item, left_s - passed_s / slower[name]
 
     def by_phase(self, seconds_of: Callable[[Item], float]) -> list[tuple[float, float]]:
         """(computation, communication) of forward and of backward, of a program in which everything waits for everything."""

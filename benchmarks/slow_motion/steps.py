@@ -101,6 +101,16 @@ def price_of(cluster: Cluster) -> Callable[[Item], float]:
     return price
 
 
+def link_of(cluster: Cluster) -> Callable[[Item], str]:
+    """The link that a collective of a program uses, as the planner names it."""
+
+    def link(item: Item) -> str:
+        _, _, (stride, ranks), _ = item
+        return "between nodes" if ranks * stride > cluster.links.devices_per_node else "inside a node"
+
+    return link
+
+
 def _recorded(begin: Callable[[], Step], cluster: Cluster) -> Program:
     from transformers import masking_utils
 

@@ -75,8 +75,20 @@ def test_an_estimate_follows_the_streams():
     program.work(COMPUTE, 2.0)
     program.wait(COMPUTE, event)
     program.work(COMPUTE, 1.0)
-    assert program.alone_s(lambda item: item[3]) == 4.0
-    assert program.without("work").alone_s(lambda item: item[3]) == 3.0
+    assert program.estimated_s(lambda item: item[3]) == 4.0
+    assert program.without("work").estimated_s(lambda item: item[3]) == 3.0
+
+
+def test_collectives_of_an_estimate_share_their_link():
+    program = Program()
+    first = program.send(COMPUTE, "all_gather", (1, 2), 2.0)
+    second = program.send(COMPUTE, "all_gather", (2, 2), 3.0)
+    program.wait(COMPUTE, first)  # after 4 s, as both go on at half of the rate
+    program.work(COMPUTE, 5.0)
+    program.wait(COMPUTE, second)
+    assert program.estimated_s(lambda item: item[3]) == 7.0
+    assert program.estimated_s(lambda item: item[3], lambda item: "the link") == 9.0
+    assert program.without("work").estimated_s(lambda item: item[3], lambda item: "the link") == 5.0
 
 
 def test_stock_pytorch_gathers_once_if_weights_are_kept():
@@ -101,5 +113,5 @@ def test_what_reads_a_functional_collective_waits_for_it():
     with fake_grid((1, 1, 1, 2)) as grid, fake, recorder.streams(), recorder.recording() as program:
         total = all_reduce(torch.ones(64, 64), "sum", grid.mesh["x"])
         total + 1
-    assert program.alone_s(lambda item: 5.0) == pytest.approx(5.0 + program.work_s(), rel=1e-3)
+    assert program.estimated_s(lambda item: 5.0) == pytest.approx(5.0 + program.work_s(), rel=1e-3)
     assert [item[0] for item in program.streams[COMPUTE]].count("await") == 1
