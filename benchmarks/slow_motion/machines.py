@@ -20,6 +20,8 @@ PORT = 29600
 # A link gets single frames: it lets the first pass at once and waits afterwards, so that a message comes too early by what its last
 # piece takes. `Ring.run` waits for that.
 _SIZE = ["mtu", str(hosts.MTU_BYTES), "gso_max_size", str(hosts.MTU_BYTES)]
+# Bytes of a frame for a byte in it: the headers of Ethernet, and of IP and TCP with timestamps.
+_WITH_HEADERS = (hosts.MTU_BYTES + 14) / (hosts.MTU_BYTES - 52)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Scale:
 
 
 class Machines(hosts.Cluster):
-    """``nodes`` of ``per_node`` ranks, from `with` to its end."""
+    """``nodes`` of ``per_node`` ranks, from `with` to its end. Rates are those of what is sent, without its headers."""
 
     def __init__(self, nodes: int, per_node: int, device_mbit: float, node_mbit: float) -> None:
         super().__init__(nodes * per_node, None)
@@ -99,7 +101,9 @@ class Machines(hosts.Cluster):
             )
             limits[host] = {"eth0": self.device_mbit}
             limits[switch][f"a{rank}"] = self.device_mbit
-        hosts.limit(limits)
+        hosts.limit(
+            {where: {d: mbit * _WITH_HEADERS for d, mbit in of.items()} for where, of in limits.items()}
+        )
 
     def measured_mbit(self) -> tuple[float, float]:
         """What one connection reaches inside a node, and between two."""
