@@ -127,6 +127,7 @@ NOT_TORCH = {
     "_supports_sdpa": "a model of transformers",
     "_init_weights": "a model of transformers",
     "_reset_parameters": "a module's own",
+    "_get_num_items_in_batch": "transformers.Trainer",
 }
 
 

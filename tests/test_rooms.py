@@ -14,6 +14,7 @@ ROOMS = [
     "selftest",
     "launch",
     "drill",
+    "integrations",
     "export",
     "bench",
     "train",

@@ -27,6 +27,7 @@ def pages() -> dict[str, str]:
         "reference/run-config.md": run_config_page(),
         "reference/run-config.schema.json": json.dumps(RunConfig.model_json_schema(), indent=2) + "\n",
         "reference/python.md": python_page(),
+        "reference/trainer-arguments.md": trainer_arguments_page(),
     }
 
 
@@ -42,6 +43,28 @@ shows all of its values; `--set section.field=value` changes a field for one sta
 
 def run_config_page() -> str:
     return f"{GENERATED}\n{RUN_CONFIG}{reference().split(chr(10), 1)[1]}"
+
+
+# -- the arguments of trainers ------------------------------------------------------------------------------------------
+
+TRAINER_ARGUMENTS = """# Trainer arguments
+
+What each field of `transformers.TrainingArguments` and of TRL's `SFTConfig` means for a trainer [on a grid](../how-to/hugging-face.md). A field that is
+refused with a value other than its default raises an `UnsupportedError` with these words before anything is loaded.
+"""
+
+
+def trainer_arguments_page() -> str:
+    from fourfold.integrations.hf.arguments import FIELDS
+
+    changed = [
+        f"| `{name}` | {field.verdict} | {field.words} |"
+        for name, field in FIELDS.items()
+        if field.verdict != "works"
+    ]
+    works = ", ".join(f"`{name}`" for name, field in FIELDS.items() if field.verdict == "works")
+    table = "\n".join(["| field | | |", "|---|---|---|", *changed])
+    return f"{GENERATED}\n{TRAINER_ARGUMENTS}\n{table}\n\nThese work as they do without a grid: {works}.\n"
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------

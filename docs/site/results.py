@@ -85,6 +85,13 @@ CHECKS = {
             "nightly",
         ),
         Check(
+            "`Trainer` and TRL's `SFTTrainer`, with evaluation, chats, packing and resuming on another grid, as in one process",
+            "trainers",
+            "losses, gradient norms and weights 1e-5",
+            "nightly",
+            "trainers:",
+        ),
+        Check(
             "a checkpoint of each of 12 grids loads on each of them",
             "reshard",
             "weights and optimizer bit-equal",

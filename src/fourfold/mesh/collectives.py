@@ -49,6 +49,7 @@ Purpose = Literal[
     "logits",
     "check",
     "optimizer",
+    "export",
 ]
 _Key = tuple[Axis, Kind, Purpose]
 _MAX_UNREAD = 4096  # waits on CUDA whose events are kept unread

@@ -1,0 +1,130 @@
+"""The whole tensors of a running model, one at a time, and the folder that they are written to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.checkpoint.manifest import dump_json
+from fourfold.checkpoint.state import model_tensors
+from fourfold.export.folder import CONFIG, for_transformers_4
+from fourfold.export.weights import FILE_BYTES, INDEX
+from fourfold.hf.parameter_layout import ParameterLayout
+from fourfold.mesh import agreements
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.grid import Grid
+from fourfold.parallel.report import Report
+
+
+def full_parameters(model: nn.Module, report: Report) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of each tensor of the Hugging Face model: parameters, tied ones once, and persistent buffers.
+
+    All ranks walk through it together, and each has the whole tensor until it asks for the next one.
+
+    Example:
+        >>> {name: tensor.shape for name, tensor in full_parameters(model, report)}["lm_head.weight"]
+        torch.Size([131, 64])
+    """
+    # FSDP2 may hold unsharded weights after an evaluation; its state dict hooks reshard them.
+    state = model.state_dict()
+    parts: dict[str, list[tuple[Tensor, ParameterLayout | None]]] = {}
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        if name in state and state[name].numel():
+            layout = report.layouts.get(name)
+            hf_name = name if layout is None else layout.hf_name
+            parts.setdefault(hf_name, []).append((state[name].detach(), layout))
+    for hf_name, pieces in parts.items():
+        whole: Tensor | None = None
+        for piece, layout in pieces:
+            if layout is None:
+                whole = piece
+                continue
+            local = piece.to_local() if isinstance(piece, DTensor) else piece
+            if whole is None:
+                whole = local.new_empty(layout.hf_shape)
+            for index, values in _of_all_ranks(local, layout, report.grid):
+                whole[index] = values
+        assert whole is not None
+        yield hf_name, whole
+
+
+def _of_all_ranks(
+    local: Tensor, layout: ParameterLayout, grid: Grid
+) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """(place in the Hugging Face tensor, values) of every shard of a parameter."""
+    axes: list[Axis] = [axis for axis in ("x", "y", "z") if axis == "z" or axis in layout.cuts]
+    axes = [axis for axis in axes if grid.size(axis) > 1]
+    coordinates = list(itertools.product(*(range(grid.size(axis)) for axis in reversed(axes))))
+    here: dict[Axis, int] = {axis: grid.coordinate(axis) for axis in ("x", "y", "z")}
+    shards = [
+        layout.shard(grid, here | dict(zip(reversed(axes), place, strict=True))) for place in coordinates
+    ]
+    shapes = [tuple(part.stop - part.start for part in shard) for shard in shards]
+    own = local.new_zeros(max(map(math.prod, shapes)))
+    own[: local.numel()] = local.reshape(-1)
+    for axis in axes:  # the last one becomes the outermost dim
+        every = own.new_empty(grid.size(axis), *own.shape)
+        grid.collectives.all_gather(every, own, axis, "export").wait()
+        own = every
+    for shard, shape, values in zip(shards, shapes, own.reshape(len(shards), -1), strict=True):
+        yield layout.in_hf(shard), values[: math.prod(shape)].view(shape)
+
+
+def write_model(
+    model: nn.Module,
+    report: Report,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write the weights and the config as `from_pretrained` loads them. Rank 0 writes, and holds a file of them in memory."""
+    is_writer = dist.get_rank() == 0
+    shapes = {
+        name.removeprefix("model."): torch.empty(
+            held.global_shape, dtype=dtype or torch.float32, device="meta"
+        )
+        for name, held in model_tensors(model, report).items()
+    }
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=file_bytes)
+    missing = {file: set(names) for file, names in split.filename_to_tensors.items()}
+    held: dict[str, dict[str, Tensor]] = {file: {} for file in missing}
+    if is_writer:
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, tensor in full_parameters(model, report):
+        file = split.tensor_to_filename[name]
+        missing[file].discard(name)
+        if is_writer:
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            held[file][name] = tensor.to("cpu", wanted).contiguous().clone()
+            if not missing[file]:
+                save_file(held.pop(file), folder / file, metadata={"format": "pt"})
+    if is_writer:
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (folder / INDEX).write_bytes(dump_json(index))
+        _write_configs(model, report, folder, dtype or torch.float32)
+    agreements.broadcast_object(None)  # the others go on when all is written
+
+
+def _write_configs(model: nn.Module, report: Report, folder: Path, dtype: torch.dtype) -> None:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        return
+    values = for_transformers_4(config.to_dict())
+    values |= {"architectures": [report.model], "dtype": str(dtype).removeprefix("torch.")}
+    values.pop("use_cache", None)  # off for training alone
+    (folder / CONFIG).write_bytes(dump_json(values))
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(folder)

@@ -1,0 +1,13 @@
+"""`transformers.Trainer` and its subclasses on a grid; needs ``pip install "fourfold[hf]"``.
+
+Example:
+    >>> from fourfold.integrations.hf import trainer
+    >>> from trl import SFTTrainer
+    >>> sft = trainer(SFTTrainer)(model=model, args=args, grid=grid, train_dataset=chats)  # doctest: +SKIP
+    >>> sft.train()  # doctest: +SKIP
+"""
+
+from fourfold.integrations.hf.accelerator import GridAccelerator
+from fourfold.integrations.hf.trainer import GridTrainer, trainer
+
+__all__ = ["GridAccelerator", "GridTrainer", "trainer"]

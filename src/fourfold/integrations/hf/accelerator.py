@@ -1,0 +1,72 @@
+"""An accelerate `Accelerator` whose processes are the parts of a batch on a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor, nn
+
+from fourfold.mesh.grid import Grid
+from fourfold.optim.clip import clip_grad_norm_
+from fourfold.weights.api import no_sync
+
+
+class GridAccelerator(Accelerator):  # type: ignore[misc]
+    """Counts ranks as data loaders and metrics should: x and y neighbours read the same rows, and count once.
+
+    Example:
+        >>> accelerator = GridAccelerator(grid)  # doctest: +SKIP
+        >>> loader = accelerator.prepare(DataLoader(rows, batch_size=4))  # of each of data * z parts  # doctest: +SKIP
+    """
+
+    def __init__(self, grid: Grid, **options: Any) -> None:
+        self.grid = grid
+        super().__init__(**options)
+
+    @property
+    def num_processes(self) -> int:
+        return self.grid.batch_ranks
+
+    @property
+    def process_index(self) -> int:
+        return self.grid.batch_rank
+
+    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """The model as it is: `parallelize` has placed it, and sums its gradients."""
+        return model
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        with no_sync(model):
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        if norm_type != 2:
+            raise ValueError(
+                f"norm_type={norm_type}: gradients on a grid are clipped by their 2-norm; use norm_type=2"
+            )
+        return clip_grad_norm_(parameters, max_norm, self.grid)
+
+    def gather(self, tensor: Any) -> Any:
+        """From every part of the batch, once."""
+        same = self.grid.x * self.grid.y
+
+        def once(gathered: Tensor) -> Tensor:
+            each: Tensor = gathered.unflatten(0, (self.grid.batch_ranks * same, -1))
+            return each[::same].flatten(0, 1)
+
+        gathered = super().gather(tensor)
+        return gathered if same == 1 else recursively_apply(once, gathered)
+
+    def repeated_rows(self, rows: int) -> slice:
+        """Rows of this rank's batch that are only there to make the last batch of an epoch even."""
+        state = self.gradient_state
+        real = state.remainder if state.end_of_dataloader else 0
+        first = rows if real <= 0 else min(rows, max(0, real - self.grid.batch_rank * rows))
+        return slice(first, rows)

@@ -1,0 +1,40 @@
+"""The example of TRL's trainer on a grid runs as the page shows it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import prepared
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.nightly
+def test_the_example_fine_tunes_a_chat_model(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prepared.small_pretrained(tmp_path / "my-model", ["a question", "an answer"] * 100)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "my-model")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}"
+        "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "my-model")
+    chat = {
+        "messages": [
+            {"role": "user", "content": "a question"},
+            {"role": "assistant", "content": "an answer " * 200},
+        ]
+    }
+    (tmp_path / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 16)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    command += [str(ROOT / "examples/sft.py"), "my-model", "chats.jsonl", "1,2,1,2"]
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"}
+    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    AutoModelForCausalLM.from_pretrained(tmp_path / "sft")

@@ -1,0 +1,133 @@
+"""Trainers of Hugging Face on a grid: what their arguments mean, and that they train as in one process."""
+
+import copy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from benchmarks import trainers
+from benchmarks.ranks import RankError, RankPool
+from fourfold.errors import UnsupportedError
+from fourfold.integrations.hf import trainer
+from fourfold.integrations.hf.arguments import FIELDS, translate
+from fourfold.mesh.axes import AXES
+from fourfold.mesh.grid import Grid
+
+FIRST, SECOND = (1, 2, 1, 2), (1, 1, 2, 2)
+
+
+class OnPaper:
+    """The sizes of a grid."""
+
+    x = y = 2
+
+    def __str__(self) -> str:
+        return f"({', '.join(AXES)})"
+
+
+GRID: Any = OnPaper()
+
+
+def given(**changes: Any) -> TrainingArguments:
+    args = TrainingArguments(output_dir="out", use_cpu=True, report_to=[])
+    for name, value in changes.items():
+        setattr(args, name, value)
+    return args
+
+
+def test_every_field_has_a_verdict() -> None:
+    assert sorted({f.name for f in fields(TrainingArguments)} - set(FIELDS)) == []
+
+
+@pytest.mark.nightly
+def test_every_field_of_sft_has_a_verdict() -> None:
+    trl = pytest.importorskip("trl")
+    assert sorted({f.name for f in fields(trl.SFTConfig)} - set(FIELDS)) == []
+
+
+def test_the_defaults_are_taken() -> None:
+    args, options = translate(given(), GRID)
+    assert options == {}
+    assert args.data_seed == args.seed == 42
+    assert args.accelerator_config.dispatch_batches is False
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.verdict == "refused"])
+def test_a_refused_field_is_named_with_the_way_out(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}='another'") as error:
+        translate(given(**{name: "another"}), GRID)
+    assert FIELDS[name].words in str(error.value)
+    for value in FIELDS[name].allowed:
+        translate(given(**{name: value}), GRID)
+
+
+def test_what_is_translated_is_off_for_the_trainer() -> None:
+    args = given(bf16=True, gradient_checkpointing=True, torch_compile=True, pad_to_multiple_of=6)
+    before = copy.copy(vars(args))
+    translated, options = translate(args, GRID)
+    assert options == {"precision": "bf16", "activation_checkpointing": "full", "compile": True}
+    assert (translated.bf16, translated.gradient_checkpointing, translated.torch_compile) == (False,) * 3
+    assert translated.pad_to_multiple_of == 8  # of x * y = 4
+    assert vars(args) == before
+    selective = given(activation_checkpointing=True, activation_checkpointing_kwargs={"selective": True})
+    assert translate(selective, GRID)[1] == {"activation_checkpointing": "selective"}
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *positional: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (OwnLoss, {}, "OwnLoss computes a loss of its own"),
+        (Trainer, {"compute_loss_func": print}, "compute_loss_func"),
+        (Trainer, {"model_init": print}, "model_init"),
+        (Trainer, {"optimizers": (print, None)}, "optimizer_cls_and_kwargs"),
+    ],
+)
+def test_what_would_be_wrong_on_a_grid_is_refused(kind: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        trainer(kind)(model=object(), args=given(), grid=(1, 1, 1, 1), **options)
+
+
+def test_only_trainers_are_put_on_a_grid() -> None:
+    with pytest.raises(ValueError, match="Grid is not a subclass"):
+        trainer(Grid)  # type: ignore[arg-type]
+
+
+def test_a_trainer_trains_evaluates_saves_and_resumes_as_in_one_process(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    (stock,) = pool.run(trainers.alone, 1, "Trainer")
+    for shape, resumes in ((FIRST, False), (SECOND, True)):
+        found = pool.run(trainers.on_grid, 4, "Trainer", shape, str(tmp_path), None, resumes)[0]
+        assert max(trainers.worst_error(found, stock)) <= trainers.BAR
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("repeated-rows", "Trainer"),
+        ("mask", "SFTTrainer"),
+        ("documents", "SFTTrainer, packed"),
+        ("optimizer-state", "Trainer"),
+    ],
+)
+def test_a_planted_fault_is_found(fault: str, name: str, pool: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    (stock,) = pool.run(trainers.alone, 1, name)
+    errors = []
+    for shape, resumes in ((FIRST, False), (SECOND, True)):
+        try:
+            found = pool.run(trainers.on_grid, 4, name, shape, str(tmp_path), fault, resumes)[0]
+        except RankError:
+            errors.append(float("inf"))
+        else:
+            errors.append(max(trainers.worst_error(found, stock)))
+    assert max(errors) > trainers.BAR
