@@ -1,7 +1,7 @@
-"""Do the trainers of Hugging Face train on a grid exactly as in one process?
+"""Do the trainers that people use train on a grid exactly as in one process?
 
-Each stock trainer runs in one process; then `fourfold.integrations.hf.trainer` of it on grids of four and eight ranks, with the same
-rows in the same order. Compared: the loss, the norm of the gradient and the loss of evaluation at each step, what `compute_metrics`
+Each stock trainer runs in one process; then on grids of four and eight ranks, with the same rows in the same order: those of Hugging Face by
+`fourfold.integrations.hf.trainer`, Lightning's by its own `ModelParallelStrategy`. Compared: the loss, the norm of the gradient and the loss of evaluation at each step, what `compute_metrics`
 returns, and the weights that `save_model` writes. The last row of each saves on its first grid in the middle, and goes on
 on another one.
 
@@ -160,11 +160,57 @@ def chat(kind: Callable[[Any], Any], folder: str, rows: int, *, packing: bool, *
     )
 
 
+LIGHTNING = "Lightning"
 MAKERS: dict[str, Callable[..., Any]] = {
     "Trainer": plain,
     "SFTTrainer": lambda *a, **k: chat(*a, packing=False, **k),
     "SFTTrainer, packed": lambda *a, **k: chat(*a, packing=True, **k),
 }
+
+
+def lightning(shape: Shape | None, folder: Path) -> Outcome:
+    """Lightning's trainer on its strategy for models that place themselves; without a shape the stock one."""
+    import lightning as pl
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from examples.lightning_module import OnGrid
+    from fourfold import Grid
+
+    seen: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+
+    class Watched(OnGrid):
+        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+            loss = super().training_step(batch, _)
+            seen["loss"].append(float(loss.detach()))
+            return loss
+
+        def configure_gradient_clipping(self, *positional: Any, **options: Any) -> None:
+            super().configure_gradient_clipping(*positional, **options)
+            seen["grad_norm"].append(float(self.norm))
+
+    module = Watched(model, shape, lr=1e-3)
+    parts, part = (1, 0) if shape is None else (shape[0] * shape[1], Grid.create(shape).batch_rank)
+    strategy: Any = "auto"
+    if shape is not None:
+        strategy = ModelParallelStrategy(data_parallel_size=parts, tensor_parallel_size=shape[2] * shape[3])
+    trainer = pl.Trainer(
+        max_steps=STEPS,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1 if shape is None else _ranks(shape),
+        use_distributed_sampler=False,  # it would shuffle
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    rows = Rows(64)
+    sampler = torch.utils.data.DistributedSampler(rows, parts, part, shuffle=False)
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=ROWS // parts, sampler=sampler))
+    return Outcome(seen, module.whole_weights())
 
 
 def outcome(trainer: Any, folder: Path) -> Outcome:
@@ -183,6 +229,8 @@ def alone(name: str) -> Outcome:
     """The stock trainer in one process, beside which there is no other."""
     with tempfile.TemporaryDirectory() as folder:
         _as_launched(0, 1)
+        if name == LIGHTNING:
+            return lightning(None, Path(folder))
         trainer = MAKERS[name](lambda kind: kind, folder, ROWS)
         trainer.train()
         return outcome(trainer, Path(folder) / "final")
@@ -195,6 +243,8 @@ def on_grid(name: str, shape: Shape, folder: str, fault: str | None, resumes: bo
 
     grid = Grid.create(shape, timeout_s=300)
     _as_launched(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    if name == LIGHTNING:
+        return lightning(shape, Path(folder))
     with planted(fault):
         trainer = MAKERS[name](on_a_grid, folder, ROWS // grid.batch_ranks, grid=grid)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}" if resumes else None)
@@ -276,7 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--only", nargs="+", default=[*MAKERS, LIGHTNING], choices=[*MAKERS, LIGHTNING])
     parser.add_argument("--grids", type=_shape, nargs="+", default=list(GRIDS))
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"
@@ -289,6 +339,7 @@ def main(arguments: list[str] | None = None) -> int:
             (stock,) = pool.run(alone, 1, name)
             cases = [(grid, False) for grid in options.grids]
             others = [grid for grid in options.grids[1:] if _ranks(grid) == _ranks(options.grids[0])]
+            others = [] if name == LIGHTNING else others
             cases[1:1] = [(grid, True) for grid in others[:1]]  # after the first, which saves
             with tempfile.TemporaryDirectory() as folder:
                 for grid, resumes in cases:

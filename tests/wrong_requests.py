@@ -69,10 +69,6 @@ def optimizer(
     make(parameters, lr=1e-3)
 
 
-def step_with_closure() -> None:
-    ff.sharded_optimizer(torch.optim.SGD)(parallel_llama()[0].parameters(), lr=1e-3).step(lambda: 0.0)
-
-
 def clip(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -420,7 +416,6 @@ WRONG: dict[str, Wrong] = {
         ("given as a tuple", r"pass model\.parameters\(\)"),
         partial(optimizer, torch.optim.AdamW),
     ),
-    "a closure": Wrong(step_with_closure, (r"^closures are not supported", r"call backward, then step\(\)")),
     "clipping what is not on the grid": Wrong(
         lambda: clip(Perceptron()),
         (r"^a gradient of shape \(16,\) is not on the grid", r"parallelize\(\)"),

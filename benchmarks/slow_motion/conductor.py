@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster import MTU_BYTES
 from benchmarks.slow_motion.machines import PORT, Machines, Scale
 from benchmarks.slow_motion.program import Program
 from fourfold.planner.inputs.cluster import Cluster
@@ -83,15 +82,13 @@ class Orchestra:
             "per_node": self.machines.per_node,
             "inside": [self.machines.inside(rank) for rank in range(self.machines.hosts)],
             "outside": [self.machines.outside(rank) for rank in range(self.machines.hosts)],
-            "frame_s": {
-                where: MTU_BYTES * 8e-6 / mbit
-                for where, mbit in (
-                    ("inside", self.machines.device_mbit),
-                    ("outside", self.machines.node_mbit),
-                )
-            },
             "port": PORT,
             "folder": self._folder.name,
+            "mbit": {"inside": self.machines.device_mbit, "outside": self.machines.node_mbit},
+            "piece_bytes": {
+                "inside": self.machines.piece_bytes(self.machines.device_mbit),
+                "outside": self.machines.piece_bytes(self.machines.node_mbit),
+            },
         }
         self._tell(plan)
         for rank, lines in self._lines.items():

@@ -17,9 +17,7 @@ from benchmarks import cluster as hosts
 from fourfold.planner.inputs.cluster import Cluster
 
 PORT = 29600
-# A link gets single frames: it lets the first pass at once and waits afterwards, so that a message comes too early by what its last
-# piece takes. `Ring.run` waits for that.
-_SIZE = ["mtu", str(hosts.MTU_BYTES), "gso_max_size", str(hosts.MTU_BYTES)]
+_MOST_BYTES = 64_000  # that the kernel hands to a link at once
 # Bytes of a frame for a byte in it: the headers of Ethernet, and of IP and TCP with timestamps.
 _WITH_HEADERS = (hosts.MTU_BYTES + 14) / (hosts.MTU_BYTES - 52)
 
@@ -48,6 +46,13 @@ class Machines(hosts.Cluster):
         self.nodes, self.per_node = nodes, per_node
         self.device_mbit, self.node_mbit = device_mbit, node_mbit
 
+    def piece_bytes(self, mbit: float) -> int:
+        """What a link gets at once: a frame between nodes, and inside a node what takes as long there.
+
+        A link lets a piece pass at once and waits afterwards, so that a message comes too early by what its last piece takes. `Ring.run` waits for that.
+        """
+        return round(min(_MOST_BYTES, hosts.MTU_BYTES * max(1.0, mbit / self.node_mbit)))
+
     @classmethod
     def like(cls, cluster: Cluster, nodes: int, scale: Scale) -> Machines:
         """Nodes of this cluster, with what its library reaches of its links."""
@@ -70,6 +75,10 @@ class Machines(hosts.Cluster):
 
     def _build(self) -> None:
         call = hosts._call
+
+        def size(mbit: float) -> list[str]:
+            return ["mtu", str(hosts.MTU_BYTES), "gso_max_size", str(self.piece_bytes(mbit))]
+
         switch = hosts._switch(self.run_name)
         call("ip", "netns", "add", switch)
         for name in ("between", *(f"{kind}{n}" for n in range(self.nodes) for kind in ("in", "out"))):
@@ -79,20 +88,22 @@ class Machines(hosts.Cluster):
         for node in range(self.nodes):
             up, down = f"up{node}", f"down{node}"
             call("ip", "-n", switch, "link", "add", up, "type", "veth", "peer", "name", down)
-            call("ip", "-n", switch, "link", "set", up, *_SIZE, "master", f"out{node}", "up")
-            call("ip", "-n", switch, "link", "set", down, *_SIZE, "master", "between", "up")
+            of_node = size(self.node_mbit)
+            call("ip", "-n", switch, "link", "set", up, *of_node, "master", f"out{node}", "up")
+            call("ip", "-n", switch, "link", "set", down, *of_node, "master", "between", "up")
             limits[switch] |= {up: self.node_mbit, down: self.node_mbit}
         for rank in range(self.hosts):
             host, node = hosts._host(self.run_name, rank), rank // self.per_node
             call("ip", "netns", "add", host)
-            links = (("eth0", f"a{rank}", f"in{node}"), ("eth1", f"b{rank}", f"out{node}"))
-            for (own, port, bridge), address in zip(
-                links, (self.inside(rank), self.outside(rank)), strict=True
-            ):
+            links = (
+                ("eth0", f"a{rank}", f"in{node}", self.inside(rank), self.device_mbit),
+                ("eth1", f"b{rank}", f"out{node}", self.outside(rank), self.node_mbit),
+            )
+            for own, port, bridge, address, mbit in links:
                 veth = ["type", "veth", "peer", "name", own, "netns", host]
                 call("ip", "-n", switch, "link", "add", port, *veth)
-                call("ip", "-n", switch, "link", "set", port, *_SIZE, "master", bridge, "up")
-                call("ip", "-n", host, "link", "set", own, *_SIZE, "up")
+                call("ip", "-n", switch, "link", "set", port, *size(mbit), "master", bridge, "up")
+                call("ip", "-n", host, "link", "set", own, *size(mbit), "up")
                 call("ip", "-n", host, "address", "add", f"{address}/24", "dev", own)
             call("ip", "-n", host, "link", "set", "lo", "up")
             call(

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.cluster import MTU_BYTES
 from benchmarks.slow_motion.program import Item
 
 Key = tuple[str, int, int]  # program and stream; ranks between neighbours, and ranks of the group
@@ -44,9 +43,10 @@ class Links:
 class Ring:
     """This rank's connections to the next and from the previous rank of a group."""
 
-    def __init__(self, ranks: int, links: Links, frame_s: float = 0.0) -> None:
+    def __init__(self, ranks: int, links: Links, piece_bytes: int = 0, mbit: float = 1.0) -> None:
         self.ranks, self.links = ranks, links
-        self.frame_s = frame_s  # on the link from the previous rank
+        # Of the link from the previous rank.
+        self.piece_bytes, self.mbit = piece_bytes, mbit
         links.forth.setblocking(False)
         links.back.setblocking(False)
 
@@ -68,7 +68,7 @@ class Ring:
         """When it is over.
 
         Nothing is sent before the next rank is there, too: the kernel would keep it for that rank, and it would have taken no time.
-        A link hands over a frame at once, and then waits as long as it takes.
+        A link hands over a piece at once, and then waits as long as it takes.
         """
         self.links.to_previous.sendall(b"!")
         _exactly(self.links.from_next, 1)
@@ -76,7 +76,7 @@ class Ring:
         part = max(1, round(size / self.ranks))
         for _ in range(passes * (self.ranks - 1)):
             self.step(part)
-        return time.perf_counter() + self.frame_s * min(1.0, part / MTU_BYTES)
+        return time.perf_counter() + min(part, self.piece_bytes) * 8e-6 / self.mbit
 
 
 class Latch:
@@ -128,7 +128,7 @@ class Player:
         for key in wanted:
             _, where = self._neighbour(key, -1)
             links = Links(forth[key], back[key], to_previous[key], from_next[key])
-            self.rings[key] = Ring(key[2], links, self.plan["frame_s"][where])
+            self.rings[key] = Ring(key[2], links, self.plan["piece_bytes"][where], self.plan["mbit"][where])
 
     def _door(self, rank: int) -> str:
         return f"{self.plan['folder']}/{rank}"

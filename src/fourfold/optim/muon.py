@@ -99,16 +99,17 @@ class ShardedMuon(_ShardedAdamW):  # type: ignore[misc]
                 _check_full(self._matrices(group["params"]))
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if not group["muon"]]
-            super().step(closure)  # AdamW; it also sets the gradients of all shards
+            loss = super().step(closure)  # AdamW; it also sets the gradients of all shards
         finally:
             self.param_groups = groups
         for group in groups:
             if group["muon"]:
                 self._step_matrices(group)
+        return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         by_sharding: dict[tuple[Any, ...], list[Matrix]] = {}

@@ -70,15 +70,19 @@ def sharded_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> Callable[
             self._pairs.append((parameter, shard))
             return shard
 
-        def step(self, closure: Any = None) -> Any:
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            """``closure`` computes the loss and its gradients, once; it is returned."""
+            loss = None
             if closure is not None:
-                raise ValueError("closures are not supported on shards; call backward, then step()")
+                with torch.enable_grad():
+                    loss = closure()
             for parameter, shard in self._pairs:
                 # FSDP2 may have moved the shard into padded storage since the last step. `to_local` takes ten times as long.
                 shard.data = parameter._local_tensor  # type: ignore[attr-defined]
                 gradient = parameter.grad
                 shard.grad = None if gradient is None else gradient._local_tensor  # type: ignore[attr-defined]
-            return super().step()
+            super().step()
+            return loss
 
         def zero_grad(self, set_to_none: bool = True) -> None:
             super().zero_grad(set_to_none)

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` and its subclasses on a grid; needs ``pip install "fourfold[hf]"``.
+"""`transformers.Trainer` and its subclasses on a grid; needs the extra ``hf``.
 
 Example:
     >>> from fourfold.integrations.hf import trainer
