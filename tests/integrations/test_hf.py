@@ -1,17 +1,19 @@
 """Trainers of Hugging Face on a grid: what their arguments mean, and that they train as in one process."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Trainer, TrainingArguments
 
 from benchmarks import trainers
 from benchmarks.ranks import RankError, RankPool
 from fourfold.errors import UnsupportedError
-from fourfold.integrations.hf import trainer
+from fourfold.integrations.hf import GridAccelerator, trainer
 from fourfold.integrations.hf.arguments import FIELDS, translate
 from fourfold.mesh.axes import AXES
 from fourfold.mesh.grid import Grid
@@ -131,3 +133,24 @@ def test_a_planted_fault_is_found(fault: str, name: str, pool: RankPool, tmp_pat
         else:
             errors.append(max(trainers.worst_error(found, stock)))
     assert max(errors) > trainers.BAR
+
+
+def stream_on_a_grid(drop_last: bool) -> int:
+    from torch.utils.data import DataLoader
+
+    trainers._as_launched(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    accelerator = GridAccelerator(Grid.create((1, 2, 1, 1)), cpu=True)
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=2, drop_last=drop_last))
+    return sum(int(rows.sum()) for rows in loader)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, 11))
+
+
+def test_rows_of_a_stream_do_not_count_twice(pool: RankPool) -> None:
+    # A dispatcher would read on rank 0 alone; ranks take batches in turns.
+    assert sum(pool.run(stream_on_a_grid, 2, True)) == sum(range(1, 9))
+    with pytest.raises(RankError, match="dataloader_drop_last=True"):
+        pool.run(stream_on_a_grid, 2, False)

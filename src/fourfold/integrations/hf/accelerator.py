@@ -9,7 +9,9 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
+from fourfold.errors import UnsupportedError
 from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
 from fourfold.weights.api import no_sync
@@ -26,6 +28,12 @@ class GridAccelerator(Accelerator):  # type: ignore[misc]
     def __init__(self, grid: Grid, **options: Any) -> None:
         self.grid = grid
         super().__init__(**options)
+        if self.dispatch_batches or self.split_batches:
+            raise UnsupportedError(
+                f"dispatch_batches={self.dispatch_batches}, split_batches={self.split_batches}: each rank reads its own rows on a grid; "
+                "leave them out"
+            )
+        self.dataloader_config.dispatch_batches = False
 
     @property
     def num_processes(self) -> int:
@@ -38,6 +46,15 @@ class GridAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         """The model as it is: `parallelize` has placed it, and sums its gradients."""
         return model
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *positional: Any, **options: Any) -> Any:
+        is_streamed = isinstance(data_loader.dataset, IterableDataset)
+        if is_streamed and self.grid.batch_ranks > 1 and not data_loader.drop_last:
+            raise UnsupportedError(
+                f"a data set without a length, on data*z={self.grid.batch_ranks}: rows that make its last batch even would count twice; use "
+                "dataloader_drop_last=True"
+            )
+        return super().prepare_data_loader(data_loader, *positional, **options)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -47,7 +47,7 @@ FIELDS: dict[str, Field] = {
         *("use_cpu", "dataloader_drop_last", "dataloader_num_workers"),
         *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
         *("dataloader_multiprocessing_context", "dataloader_in_order", "remove_unused_columns"),
-        *("label_names", "train_sampling_strategy", "length_column_name", "skip_memory_metrics"),
+        *("label_names", "length_column_name", "skip_memory_metrics"),
         *("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank", "fsdp_config"),
     ),
     "optim": Field(
@@ -98,6 +98,11 @@ FIELDS: dict[str, Field] = {
     "save_on_each_node": _refused("all ranks write one checkpoint, to storage that they share", False),
     "enable_jit_checkpoint": _refused(
         "ranks may get their signals at different steps; use save_strategy", False
+    ),
+    "train_sampling_strategy": _refused(
+        "its order follows from random numbers that differ between ranks; use random or sequential",
+        "random",
+        "sequential",
     ),
     "optim_target_modules": _refused("these optimizers read whole matrices; use adamw_torch_fused", None),
     "parallelism_config": _refused("the grid says what is parallel; leave it out", None),

@@ -141,7 +141,9 @@ class GridTrainer:
         if self.grid.batch_ranks == 1 or not (state.end_of_dataloader and state.remainder > 0):
             return False
         labels = inputs.get("labels")
-        if labels is None or labels.shape[0] != rows:
+        if labels is None:  # predictions of rows without labels, of which accelerate drops the repeated ones
+            return False
+        if labels.shape[0] != rows:
             raise UnsupportedError(
                 f"the last batch has {state.remainder} rows for data*z={self.grid.batch_ranks} parts of {rows}, and rows that are joined "
                 "in one (padding-free) cannot be left out; use dataloader_drop_last=True, or a data set whose length is a "
