@@ -13,7 +13,7 @@ from fourfold.planner.inputs.cluster import Cluster, Slowdown, preset
 CLOUD = "100 Gbit/s cloud"
 CLUSTERS = ("dgx-h100", "frontier", CLOUD)
 # Megabits that the links of a node move in a second, here.
-_NODE_MBIT = 200.0
+_NODE_MBIT = 140.0
 
 
 def cluster_of(name: str, per_node: int) -> Cluster:
