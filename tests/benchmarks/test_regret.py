@@ -17,7 +17,7 @@ MEASURED = [1.0, 1.2, 1.5, 1.9, 2.4, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 15.0, 
 
 def rows_of(predicted, measured=MEASURED):
     return [
-        Row((1, 1, 1, i + 1), Simulated(p, 0.0, {}, {}, ()), Played((m, m, m), 0.0, {}))
+        Row((1, 1, 1, i + 1), Simulated(p, 0.0, {}, {}, ()), Played((m, m, m), 0.0))
         for i, (p, m) in enumerate(zip(predicted, measured, strict=True))
     ]
 

@@ -33,7 +33,7 @@ def full_parameters(model: nn.Module, report: Report) -> Iterator[tuple[str, Ten
 
     Example:
         >>> {name: tensor.shape for name, tensor in full_parameters(model, report)}["lm_head.weight"]
-        torch.Size([131, 64])
+        torch.Size([131, 16])
     """
     # FSDP2 may hold unsharded weights after an evaluation; its state dict hooks reshard them.
     state = model.state_dict()

@@ -2,7 +2,7 @@
 
 Example:
     >>> from fourfold.integrations.hf import trainer
-    >>> from trl import SFTTrainer
+    >>> from trl import SFTTrainer  # doctest: +SKIP
     >>> sft = trainer(SFTTrainer)(model=model, args=args, grid=grid, train_dataset=chats)  # doctest: +SKIP
     >>> sft.train()  # doctest: +SKIP
 """
