@@ -81,9 +81,18 @@ class GridAccelerator(Accelerator):  # type: ignore[misc]
         gathered = super().gather(tensor)
         return gathered if same == 1 else recursively_apply(once, gathered)
 
+    def last_batch(self, rows: int) -> int:
+        """How many rows of the global batch there really are, if it is the last one of an epoch; else all of them.
+
+        Counted here: after a resume inside an epoch accelerate's own remainder is that of one rank's rows.
+        """
+        state, whole = self.gradient_state, rows * self.grid.batch_ranks
+        loader = state.active_dataloader if state.end_of_dataloader else None
+        if loader is None or isinstance(loader.dataset, IterableDataset):
+            return whole
+        return len(loader.dataset) % whole or whole
+
     def repeated_rows(self, rows: int) -> slice:
         """Rows of this rank's batch that are only there to make the last batch of an epoch even."""
-        state = self.gradient_state
-        real = state.remainder if state.end_of_dataloader else 0
-        first = rows if real <= 0 else min(rows, max(0, real - self.grid.batch_rank * rows))
-        return slice(first, rows)
+        real = self.last_batch(rows) - self.grid.batch_rank * rows
+        return slice(min(rows, max(0, real)), rows)

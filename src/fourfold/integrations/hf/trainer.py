@@ -137,19 +137,21 @@ class GridTrainer:
 
     def _leave_out_repeated(self, inputs: Any, rows: int) -> bool:
         """Labels of rows that only make the last batch even do not count; whether there are such rows."""
-        state, repeated = self.accelerator.gradient_state, self.accelerator.repeated_rows(rows)
-        if self.grid.batch_ranks == 1 or not (state.end_of_dataloader and state.remainder > 0):
+        if self.grid.batch_ranks == 1 or self.args.dataloader_drop_last:
+            return False
+        last = self.accelerator.last_batch(rows)
+        if last == rows * self.grid.batch_ranks:
             return False
         labels = inputs.get("labels")
         if labels is None:  # predictions of rows without labels, of which accelerate drops the repeated ones
             return False
         if labels.shape[0] != rows:
             raise UnsupportedError(
-                f"the last batch has {state.remainder} rows for data*z={self.grid.batch_ranks} parts of {rows}, and rows that are joined "
+                f"the last batch has {last} rows for data*z={self.grid.batch_ranks} parts of {rows}, and rows that are joined "
                 "in one (padding-free) cannot be left out; use dataloader_drop_last=True, or a data set whose length is a "
                 f"multiple of {self.grid.batch_ranks * rows}"
             )
-        labels[repeated] = IGNORED
+        labels[self.accelerator.repeated_rows(rows)] = IGNORED
         return True
 
     def compute_loss(
