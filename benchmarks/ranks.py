@@ -42,7 +42,7 @@ PRELOAD = (
     "benchmarks.ranks",
 )
 HOST = "127.0.0.1"
-HANG_S = 600.0  # long enough to start or to test on a busy machine; what hangs hangs for ever
+HANG_S = 450.0  # enough on a busy machine, and less than a test may take: stacks are shown before a test is stopped
 GRACE_S = 2.0  # for the other ranks to report, once one has failed
 MAX_GROUPS = 64  # each Gloo group keeps threads and sockets until its process ends
 

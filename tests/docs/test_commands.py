@@ -6,6 +6,7 @@ import re
 import shlex
 import tomllib
 from contextlib import chdir
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,14 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepared.as_jsonl(words[:1500], folder / "text/part.jsonl")
     (folder / "documents.jsonl").symlink_to(folder / "text/part.jsonl")
     prepared.small_pretrained(folder / "my-model", words)
+    (folder / "my-model/chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] }}\n{{ m['content'] }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    chats = [
+        [{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in pairwise(words[:99])
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     (folder / "config.json").write_text(json.dumps(sized_model_config("8b", 32_000)))
     small = sized_model_config("10m", 8192) | {
         "hidden_size": 32,

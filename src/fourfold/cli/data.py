@@ -43,6 +43,17 @@ def _add_prepare(actions: Any) -> None:
     )
     parser.add_argument("--column", default="text", help="the field with the text (default: text)")
     parser.add_argument(
+        "--chats",
+        action="store_true",
+        help="each record is a chat (messages, or a prompt and its completion), whose answers alone are learned",
+    )
+    parser.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="with --chats: a Jinja template instead of the tokenizer's",
+    )
+    parser.add_argument(
         "--separator",
         type=_unescaped,
         help=r"the separator between documents of a text file, such as '\n\n' (default: a file is one document)",
@@ -83,10 +94,16 @@ def _add_info(actions: Any) -> None:
         "--verify", action="store_true", help="read every byte and compare it with the recorded hashes"
     )
     parser.add_argument(
-        "--show", type=int, default=0, metavar="N", help="print the text of the first N samples"
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print the text of the first N samples; of chats, what the loss counts in colour",
     )
     parser.add_argument(
-        "--seq-len", type=positive, default=128, help="tokens per sample, with --show (default: 128)"
+        "--seq-len",
+        type=positive,
+        help="tokens per sample, with --show and for chats (default: 128, and 4096 for chats)",
     )
     parser.set_defaults(run=info)
 
@@ -101,6 +118,8 @@ def prepare(options: argparse.Namespace) -> int:
         tokenizer=options.tokenizer,
         train_vocab_size=options.train_tokenizer,
         column=options.column,
+        chats=options.chats,
+        chat_template=options.chat_template.read_text() if options.chat_template else None,
         separator=options.separator,
         validation=options.validation,
         split=options.split,
@@ -131,7 +150,7 @@ def prepare(options: argparse.Namespace) -> int:
 
 def info(options: argparse.Namespace) -> int:
     from fourfold.data.manifest import DatasetManifest
-    from fourfold.data.samples import show
+    from fourfold.data.samples import Samples, show
 
     manifest = DatasetManifest.load(options.folder)
     print(manifest.describe(options.folder))
@@ -145,8 +164,11 @@ def info(options: argparse.Namespace) -> int:
         return 1
     if options.verify:
         print("verified: every byte is what was written")
+    length = options.seq_len or (4096 if manifest.has_chats else 128)
+    if manifest.has_chats:
+        print(Samples(options.folder, "train", length).describe_packing())
     if options.show:
-        show(options.folder, options.seq_len, options.show)
+        show(options.folder, length, options.show)
     return 0
 
 

@@ -64,6 +64,7 @@ def init(options: argparse.Namespace) -> int:
     from fourfold.config.describe import SIZES, pretraining, sized_model_config, starting_file
     from fourfold.config.run_file import ConfigError
     from fourfold.data.manifest import NAME, DatasetManifest
+    from fourfold.data.samples import Samples
     from fourfold.planner.inputs.workload import from_config
 
     file: Path = options.file
@@ -84,7 +85,7 @@ def init(options: argparse.Namespace) -> int:
     if options.epochs != 1 and not options.pretrained:
         raise ValueError("--epochs is for --pretrained; otherwise set schedule.steps in the file")
     if options.pretrained:
-        about, chosen = _fine_tuning(options.pretrained, data, options.epochs)
+        about, chosen = _fine_tuning(options.pretrained, options.data, data, options.epochs)
     elif options.config:
         about, chosen = _random_init(options.config, data)
     else:
@@ -102,15 +103,17 @@ def init(options: argparse.Namespace) -> int:
         "checkpoints.folder": str(folder / "checkpoints"),
         "logging.folder": str(folder / "logs"),
     }
-    if (held_out := data.tokens("validation")) < (length := chosen["data.sequence_length"]):
+    length = chosen["data.sequence_length"]
+    samples = len(Samples(options.data, "validation", length))
+    if not samples:
         chosen["evaluation.sequences"] = 0
         print(
-            f"{options.data} has {held_out} tokens of validation text, less than one sample of {length}: the run does not "
+            f"{options.data} has {data.tokens('validation')} tokens of validation text, less than one sample of {length}: the run does not "
             "evaluate; for a validation loss, prepare the data again (--overwrite) with a larger --validation, or with --separator if a "
             "text file has several documents, and run init again",
             file=sys.stderr,
         )
-    elif (samples := held_out // length) < (read := EvaluationSection().sequences):
+    elif samples < (read := EvaluationSection().sequences):
         print(
             f"{options.data} has {samples} samples of {length} tokens of validation text; evaluation.sequences = {read} reads them "
             "repeatedly. For a better estimate prepare the data with a larger --validation",
@@ -128,8 +131,11 @@ def init(options: argparse.Namespace) -> int:
     return 0
 
 
-def _fine_tuning(model: str, data: DatasetManifest, epochs: int) -> tuple[str, dict[str, Any]]:
-    from fourfold.config.describe import fine_tuning
+def _fine_tuning(
+    model: str, prepared: Path, data: DatasetManifest, epochs: int
+) -> tuple[str, dict[str, Any]]:
+    from fourfold.config.describe import FINE_TUNING_LENGTH, fine_tuning
+    from fourfold.data.samples import Samples
 
     size, config = _read(model, data)
     folder = Path(model)
@@ -139,7 +145,10 @@ def _fine_tuning(model: str, data: DatasetManifest, epochs: int) -> tuple[str, d
             "save_pretrained, or use --config for random init"
         )
     _warn_of_another_tokenizer(model, data)
-    chosen = fine_tuning(size, positions=_positions(config), train_tokens=data.tokens("train"), epochs=epochs)
+    positions = _positions(config)
+    train = Samples(prepared, "train", min(positions, FINE_TUNING_LENGTH))
+    train_tokens = len(train) * train.length if data.has_chats else data.tokens("train")
+    chosen = fine_tuning(size, positions=positions, train_tokens=train_tokens, epochs=epochs)
     return f"Fine-tunes {model}.", {"model.pretrained": model, **chosen}
 
 

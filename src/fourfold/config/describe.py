@@ -88,7 +88,7 @@ def pretraining(size: str) -> dict[str, Any]:
 # Of fine-tuning, as published recipes have them: sequences of a batch, and the longest sequence.
 _FINE_TUNING_BATCH = 64
 _LEAST_BATCH, _ENOUGH_STEPS = 8, 100
-_FINE_TUNING_LENGTH = 4096
+FINE_TUNING_LENGTH = 4096
 
 
 def fine_tuning(size: str, *, positions: int, train_tokens: int, epochs: int = 1) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def fine_tuning(size: str, *, positions: int, train_tokens: int, epochs: int = 1
 
     ``size`` is about that of the model, ``positions`` are the longest sequence that it takes.
     """
-    length = min(positions, _FINE_TUNING_LENGTH)
+    length = min(positions, FINE_TUNING_LENGTH)
     sequences = _FINE_TUNING_BATCH
     while sequences > _LEAST_BATCH and epochs * train_tokens < _ENOUGH_STEPS * sequences * length:
         sequences //= 2  # little text: more steps of fewer sequences

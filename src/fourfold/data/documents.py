@@ -1,4 +1,4 @@
-"""Reads documents from text, JSON lines, Parquet and Arrow files, in chunks that can be read independently."""
+"""Reads documents or chats from text, JSON lines, Parquet and Arrow files, in chunks that can be read independently."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Reading:
 
     column: str = "text"  # of JSON lines, Parquet and Arrow
     separator: str | None = None  # between the documents of a text file; None: a file is one document
+    chats: bool = False  # records of messages, or of a prompt and its completion, instead of text
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def documents(chunk: FileChunk, reading: Reading) -> Iterator[str]:
     if chunk.kind in ("parquet", "arrow"):
         texts = _table_texts(chunk, reading.column)
     elif chunk.kind == "json":
-        texts = (_field(record, chunk.path, at, reading.column) for at, record in _records(chunk, b"\n"))
+        texts = (_field(record, chunk.path, reading.column) for _, record in _objects(chunk))
     else:
         separator = reading.separator.encode() if reading.separator is not None else None
         texts = (_decoded(record, chunk.path, at) for at, record in _records(chunk, separator))
@@ -86,6 +87,21 @@ def documents(chunk: FileChunk, reading: Reading) -> Iterator[str]:
 def texts_of(part: Iterable[FileChunk], reading: Reading) -> Iterator[str]:
     for chunk in part:
         yield from documents(chunk, reading)
+
+
+def records_of(part: Iterable[FileChunk]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it is, all of its fields) of each record."""
+    for chunk in part:
+        if chunk.kind == "text":
+            raise ValueError(
+                f"{chunk.path} is text; chats are read from JSON lines (.jsonl), Parquet and Arrow, a chat in each record"
+            )
+        if chunk.kind == "json":
+            yield from ((f"{chunk.path}, byte {at}", record) for at, record in _objects(chunk))
+            continue
+        for number, batch in _batches(chunk):
+            rows = batch.to_pylist()
+            yield from ((f"{chunk.path}, row {i} of part {number}", row) for i, row in enumerate(rows))
 
 
 # -- text and JSON lines ------------------------------------------------------------------------------------------
@@ -140,20 +156,26 @@ def _decoded(record: bytes, path: str, at: int) -> str:
         ) from None
 
 
-def _field(record: bytes, path: str, at: int, column: str) -> str:
-    if not record.strip():
-        return ""
-    try:
-        value = json.loads(record)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} has a line at byte {at} that is not JSON ({error}); it needs one JSON object per line"
-        ) from None
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{path} has {type(value).__name__} at byte {at}, not an object with a field {column!r}; it needs one JSON "
-            "object per line"
-        )
+def _objects(chunk: FileChunk) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(start, fields) of each line of JSON."""
+    path = chunk.path
+    for at, record in _records(chunk, b"\n"):
+        if not record.strip():
+            continue
+        try:
+            value = json.loads(record)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} has a line at byte {at} that is not JSON ({error}); it needs one JSON object per line"
+            ) from None
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{path} has {type(value).__name__} at byte {at}, not an object; it needs one JSON object per line"
+            )
+        yield at, value
+
+
+def _field(value: dict[str, Any], path: str, column: str) -> str:
     if column not in value:
         raise ValueError(_no_column(path, column, sorted(value)))
     text = _as_text(value[column], path, column)
@@ -176,18 +198,27 @@ def _table_sizes(path: Path, kind: Kind) -> list[int]:
 
 
 def _table_texts(chunk: FileChunk, column: str) -> Iterator[str]:
-    if chunk.kind == "parquet":
-        file = _pyarrow("pyarrow.parquet").ParquetFile(chunk.path)
-        if column not in file.schema_arrow.names:
-            raise ValueError(_no_column(chunk.path, column, file.schema_arrow.names))
-        batches = file.iter_batches(row_groups=range(chunk.first, chunk.stop), columns=[column])
-    else:
-        batches = (b for i, b in enumerate(_arrow_batches(chunk.path)) if chunk.first <= i < chunk.stop)
-    for batch in batches:
-        if column not in batch.schema.names:
-            raise ValueError(_no_column(chunk.path, column, batch.schema.names))
+    for _, batch in _batches(chunk, column):
         for value in batch.column(column):
             yield _as_text(value.as_py(), chunk.path, column)
+
+
+def _batches(chunk: FileChunk, column: str | None = None) -> Iterator[tuple[int, Any]]:
+    """(number of the row group or record batch, rows of it); all columns unless one is named."""
+    if chunk.kind == "parquet":
+        file = _pyarrow("pyarrow.parquet").ParquetFile(chunk.path)
+        names = file.schema_arrow.names
+        if column is not None and column not in names:
+            raise ValueError(_no_column(chunk.path, column, names))
+        columns = None if column is None else [column]
+        for number in range(chunk.first, chunk.stop):
+            yield from ((number, b) for b in file.iter_batches(row_groups=[number], columns=columns))
+        return
+    for number, batch in enumerate(_arrow_batches(chunk.path)):
+        if chunk.first <= number < chunk.stop:
+            if column is not None and column not in batch.schema.names:
+                raise ValueError(_no_column(chunk.path, column, batch.schema.names))
+            yield number, batch
 
 
 def _arrow_batches(path: str) -> Iterator[Any]:
@@ -217,4 +248,5 @@ def _as_text(value: Any, path: str, column: str) -> str:
 
 
 def _no_column(path: str, column: str, names: list[str]) -> str:
-    return f"{path} has no field {column!r}; name one with --column, it has {', '.join(names)}"
+    chats = "; if it has chats, use --chats" if {"messages", "conversations", "prompt"} & set(names) else ""
+    return f"{path} has no field {column!r}; name one with --column, it has {', '.join(names)}{chats}"

@@ -55,8 +55,14 @@ class DatasetManifest:
         """A hash of every token and document boundary, through the hashes of the shards."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.to_json(), sort_keys=True).encode())
 
+    @property
+    def has_chats(self) -> bool:
+        """Does each token say whether the loss counts it?"""
+        return any(shard.loss_xxh3 is not None for shards in self.shards.values() for shard in shards)
+
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        shards = {split: [shard.to_json() for shard in shards] for split, shards in self.shards.items()}
+        return {"format": FORMAT, **asdict(self), "shards": shards}
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / NAME, json.dumps(self.to_json(), indent=1).encode() + b"\n")
@@ -87,9 +93,10 @@ class DatasetManifest:
             f"  tokenizer   {self.tokenizer.vocab_size:,} tokens, fingerprint {self.tokenizer.fingerprint}",
             f"  source      {self.source_bytes:,} bytes, fingerprint {self.source}",
         ]
+        kind = "chats" if self.has_chats else "documents"
         for split in SPLITS:
             lines.append(
-                f"  {split:<11} {self.tokens(split):,} tokens of {self.documents(split):,} documents in "
+                f"  {split:<11} {self.tokens(split):,} tokens of {self.documents(split):,} {kind} in "
                 f"{len(self.shards[split])} shards of {self.dtype.name}"
             )
         return "\n".join(lines)

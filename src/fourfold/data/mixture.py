@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 from fourfold.data.manifest import Split
 from fourfold.data.order import Order
 from fourfold.data.samples import Sample, Samples
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,11 @@ def open_mixture(
             )
         # A small source may have no validation text; one without training text is a mistake.
         if split == "train" and not len(other):
-            tokens = other.manifest.tokens(split)
-            raise ValueError(
-                f"{other.folder} has {tokens} tokens, less than one sample of {length}; use a sequence_length of at most "
-                f"{tokens}, or more text"
+            raise ValueError(_nothing_in(other, split))
+        if other.too_long:
+            logger.warning(
+                "%s: %d of %d chats are longer than %d tokens and left out; use a larger data.sequence_length to learn them",
+                *(other.folder, other.too_long, other.manifest.documents(split), length),
             )
     opened = [(samples, weight) for samples, weight in opened if len(samples)]
     if not opened:
@@ -74,6 +78,19 @@ def open_mixture(
         "sources": [samples.manifest.fingerprint for samples, _ in opened],
     }
     return Mixture(tuple(samples for samples, _ in opened), order, identity)
+
+
+def _nothing_in(samples: Samples, split: Split) -> str:
+    if samples.manifest.has_chats:
+        return (
+            f"{samples.folder}: all {samples.too_long} chats are longer than a sample of {samples.length} tokens; use a larger "
+            "data.sequence_length"
+        )
+    tokens = samples.manifest.tokens(split)
+    return (
+        f"{samples.folder} has {tokens} tokens, less than one sample of {samples.length}; use a sequence_length of at most "
+        f"{tokens}, or more text"
+    )
 
 
 def check_identity(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
@@ -20,8 +20,10 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from fourfold.data.documents import FileChunk, Reading, texts_of
+from fourfold.data.chats import ChatEncoder, template_of
+from fourfold.data.documents import FileChunk, Reading, records_of, texts_of
 from fourfold.data.inputs import Inputs, find_inputs, parts
 from fourfold.data.manifest import NAME as MANIFEST
 from fourfold.data.manifest import SPLITS, DatasetManifest, Split, split_of
@@ -52,6 +54,7 @@ class Settings(Reading):
 
     tokenizer: str | None = None  # a folder or hub id
     train_vocab_size: int | None = None  # or: train one of this size on the inputs
+    chat_template: str | None = None  # for chats, instead of the tokenizer's
     validation: float = 0.005
     split: str = "train"  # of a Hugging Face dataset
     text_suffixes: tuple[str, ...] = ()
@@ -65,6 +68,10 @@ class Settings(Reading):
                 f"{given} of --tokenizer and --train-tokenizer is given; name a tokenizer that exists, or the size of one to "
                 "train on this text, such as 8192"
             )
+        if self.chats and self.tokenizer is None:
+            raise ValueError("--chats needs the tokenizer of the model, with --tokenizer")
+        if self.chat_template is not None and not self.chats:
+            raise ValueError("--chat-template is for --chats")
         if not 0 <= self.validation < 1:
             raise ValueError(f"validation={self.validation} is not a fraction of the documents; use 0 to 0.5")
         if self.separator == "":
@@ -135,14 +142,19 @@ def _write_or_check_plan(
     )
     if settings.tokenizer is not None:
         tokenizer = load_tokenizer(settings.tokenizer)
+        if settings.chats:
+            tokenizer.chat_template = settings.chat_template or template_of(tokenizer)
+            settings = replace(settings, chat_template=tokenizer.chat_template)
     elif trained:
         tokenizer = load_tokenizer(folder / "tokenizer")
     else:
         tokenizer = train_tokenizer(_sample(work, settings), settings.train_vocab_size or 0)
     facts = tokenizer_info(tokenizer)
+    # Plans of text have no settings of chats, as before there were any.
+    left_out = {"tokenizer"} if settings.chats else {"tokenizer", "chats", "chat_template"}
     plan = {
         "tokenizer": asdict(facts),
-        "settings": {name: value for name, value in asdict(settings).items() if name != "tokenizer"},
+        "settings": {name: value for name, value in asdict(settings).items() if name not in left_out},
         "inputs": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files],
         "parts": len(work),
     }
@@ -245,19 +257,18 @@ def _do(
 ) -> int:
     """Tokenise a part: write its shards, then the record that it is done."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    backend = plain_backend((folder / "tokenizer" / FILE).read_text())
     dtype = token_dtype(tokenizer.vocab_size)
     writers = {
-        split: ShardWriter(folder, f"{split}/{number:06d}", dtype, settings.shard_tokens) for split in SPLITS
+        split: ShardWriter(
+            folder, f"{split}/{number:06d}", dtype, settings.shard_tokens, chats=settings.chats
+        )
+        for split in SPLITS
     }
     source = xxhash.xxh3_128()
-    for texts in _batches(texts_of(part, settings)):
-        for text, encoded in zip(texts, backend.encode_batch_fast(texts), strict=True):
-            source.update(xxhash.xxh3_128_digest(text.encode()))
-            ids = encoded.ids
-            if ids[-1:] != [tokenizer.eos_id]:
-                ids.append(tokenizer.eos_id)
-            writers[split_of(text, settings.validation)].add(np.array(ids, dtype))
+    encoded = (_chats if settings.chats else _documents)(folder, settings, tokenizer, part)
+    for text, ids, counted in encoded:
+        source.update(xxhash.xxh3_128_digest(text.encode()))
+        writers[split_of(text, settings.validation)].add(np.array(ids, dtype), counted)
     for writer in writers.values():
         writer.close()
     record = {
@@ -266,6 +277,27 @@ def _do(
     }
     write_atomically(_record_path(folder, number), json.dumps(record).encode())
     return number
+
+
+Encoded = Iterator[tuple[str, list[int], NDArray[np.bool_] | None]]  # (text, token ids, which of them count)
+
+
+def _documents(
+    folder: Path, settings: Settings, tokenizer: TokenizerInfo, part: Sequence[FileChunk]
+) -> Encoded:
+    backend = plain_backend((folder / "tokenizer" / FILE).read_text())
+    for texts in _batches(texts_of(part, settings)):
+        for text, encoded in zip(texts, backend.encode_batch_fast(texts), strict=True):
+            ids = encoded.ids
+            if ids[-1:] != [tokenizer.eos_id]:
+                ids.append(tokenizer.eos_id)
+            yield text, ids, None
+
+
+def _chats(folder: Path, settings: Settings, tokenizer: TokenizerInfo, part: Sequence[FileChunk]) -> Encoded:
+    encode = ChatEncoder(load_tokenizer(folder / "tokenizer"))
+    for where, record in records_of(part):
+        yield json.dumps(record, sort_keys=True, default=str), *encode(record, where)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

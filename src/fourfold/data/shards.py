@@ -1,4 +1,4 @@
-"""Shards: token files of bounded size, each with a file of document ends."""
+"""Shards: token files of bounded size, each with a file of document ends, and for chats one of the tokens that count."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,19 +19,27 @@ from pydantic.dataclasses import dataclass
 from fourfold import files
 from fourfold.untrusted_input import Natural, relative_name
 
+TOKENS, ENDS, LOSS = ".bin", ".ends", ".loss"
 ENDS_DTYPE = np.dtype("<u4")  # positions in one shard
 SHARD_TOKENS = 1 << 27
 
 
 @dataclass(frozen=True)
 class Shard:
-    """``NAME.bin``: tokens; ``NAME.ends``: one past the last token of each document that ends in it."""
+    """``NAME.bin``: tokens; ``NAME.ends``: one past the last token of each document that ends in it.
+
+    Of chats also ``NAME.loss``: a byte for each token, 1 if the loss counts it.
+    """
 
     name: Annotated[str, AfterValidator(relative_name)]
     tokens: Natural
     documents: Natural
     bin_xxh3: str
     ends_xxh3: str
+    loss_xxh3: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -42,44 +51,55 @@ class ShardWriter:
     """Writes documents one after another; a document may continue in the next shard."""
 
     def __init__(
-        self, folder: Path, prefix: str, dtype: np.dtype[Any], shard_tokens: int = SHARD_TOKENS
+        self,
+        folder: Path,
+        prefix: str,
+        dtype: np.dtype[Any],
+        shard_tokens: int = SHARD_TOKENS,
+        *,
+        chats: bool = False,
     ) -> None:
         self._folder, self._prefix, self._dtype, self._limit = folder, prefix, dtype, shard_tokens
-        self._open: tuple[_HashedFile, _HashedFile] | None = None
+        self._suffixes = (TOKENS, ENDS, LOSS) if chats else (TOKENS, ENDS)
+        self._open: dict[str, _HashedFile] = {}
         self._tokens = self._documents = 0
         self.shards: list[Shard] = []
 
-    def add(self, document: NDArray[Any]) -> None:
+    def add(self, document: NDArray[Any], counted: NDArray[np.bool_] | None = None) -> None:
+        """``counted``: of a chat, the tokens that the loss counts."""
         begin = 0
         while begin < len(document):
             if self._tokens == self._limit:
                 self.close()
-            tokens, ends = self._files()
-            piece = document[begin : begin + self._limit - self._tokens]
-            tokens.write(piece.astype(self._dtype, copy=False).tobytes())
-            self._tokens += len(piece)
-            begin += len(piece)
+            opened = self._files()
+            piece = slice(begin, begin + self._limit - self._tokens)
+            opened[TOKENS].write(document[piece].astype(self._dtype, copy=False).tobytes())
+            if counted is not None:
+                opened[LOSS].write(counted[piece].tobytes())
+            written = len(document[piece])
+            self._tokens += written
+            begin += written
             if begin == len(document):
-                ends.write(ENDS_DTYPE.type(self._tokens).tobytes())
+                opened[ENDS].write(ENDS_DTYPE.type(self._tokens).tobytes())
                 self._documents += 1
 
     def close(self) -> None:
         """Finish the shard: it gets its name once all of it is on the disk."""
-        if self._open is None:
+        if not self._open:
             return
         name = self._name
-        digests = [file.close() for file in self._open]
+        digests = [file.close() for file in self._open.values()]
         self.shards.append(Shard(name, self._tokens, self._documents, *digests))
-        self._open, self._tokens, self._documents = None, 0, 0
+        self._open, self._tokens, self._documents = {}, 0, 0
 
     @property
     def _name(self) -> str:
         return f"{self._prefix}-{len(self.shards):03d}"
 
-    def _files(self) -> tuple[_HashedFile, _HashedFile]:
-        if self._open is None:
+    def _files(self) -> dict[str, _HashedFile]:
+        if not self._open:
             path = self._folder / self._name
-            self._open = (_HashedFile(path.with_suffix(".bin")), _HashedFile(path.with_suffix(".ends")))
+            self._open = {suffix: _HashedFile(path.with_suffix(suffix)) for suffix in self._suffixes}
         return self._open
 
 
@@ -107,9 +127,12 @@ def find_damage(folder: Path, shards: list[Shard], dtype: np.dtype[Any], *, cont
     """Problems of the files of these shards: presence and size, and with ``contents`` also hashes."""
     for shard in shards:
         for suffix, size_bytes, digest in (
-            (".bin", shard.tokens * dtype.itemsize, shard.bin_xxh3),
-            (".ends", shard.documents * ENDS_DTYPE.itemsize, shard.ends_xxh3),
+            (TOKENS, shard.tokens * dtype.itemsize, shard.bin_xxh3),
+            (ENDS, shard.documents * ENDS_DTYPE.itemsize, shard.ends_xxh3),
+            (LOSS, shard.tokens, shard.loss_xxh3),
         ):
+            if digest is None:
+                continue
             path = folder / (shard.name + suffix)
             if not path.exists():
                 yield f"{path} is missing"
