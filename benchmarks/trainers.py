@@ -36,7 +36,7 @@ STEPS = 4
 VOCABULARY = 96
 Shape = tuple[int, int, int, int]
 GRIDS: tuple[Shape, ...] = ((1, 1, 2, 2), (1, 2, 1, 2), (2, 2, 1, 1), (1, 2, 2, 2))
-FAULTS = ("repeated-rows", "mask", "documents", "optimizer-state")
+FAULTS = ("repeated-rows", "mask", "documents", "optimizer-state", "adapter-sum")
 
 
 class Outcome(NamedTuple):
@@ -57,6 +57,20 @@ def model() -> LlamaForCausalLM:
         vocab_size=VOCABULARY,
     )
     return LlamaForCausalLM(config)
+
+
+def adapted() -> Any:
+    """The same model with PEFT's adapters, whose B is not 0."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=6, lora_alpha=9, target_modules="all-linear", task_type="CAUSAL_LM")
+    made = get_peft_model(model(), config)
+    drawn = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(generator=drawn).mul_(0.1)
+    return made
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -105,13 +119,15 @@ def arguments(folder: str, rows: int) -> dict[str, Any]:
     }
 
 
-def plain(kind: Callable[[Any], Any], folder: str, rows: int, **options: Any) -> Any:
+def plain(
+    kind: Callable[[Any], Any], folder: str, rows: int, make: Callable[[], Any] = model, **options: Any
+) -> Any:
     """`transformers.Trainer`: an epoch of two and a half batches, evaluation of one and a half, with metrics."""
     from transformers import Trainer, TrainingArguments
 
     evaluated = {"eval_strategy": "steps", "eval_steps": 2}
     return kind(Trainer)(
-        model=model(),
+        model=make(),
         args=TrainingArguments(**arguments(folder, rows), **evaluated),
         train_dataset=Rows(20),
         eval_dataset=Rows(13),
@@ -120,7 +136,15 @@ def plain(kind: Callable[[Any], Any], folder: str, rows: int, **options: Any) ->
     )
 
 
-def chat(kind: Callable[[Any], Any], folder: str, rows: int, *, packing: bool, **options: Any) -> Any:
+def chat(
+    kind: Callable[[Any], Any],
+    folder: str,
+    rows: int,
+    make: Callable[[], Any] = model,
+    *,
+    packing: bool,
+    **options: Any,
+) -> Any:
     """TRL's `SFTTrainer`: chats, whose assistant's words alone are labels."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -156,7 +180,7 @@ def chat(kind: Callable[[Any], Any], folder: str, rows: int, *, packing: bool, *
         dataloader_drop_last=packing,
     )
     return kind(SFTTrainer)(
-        model=model(), args=args, train_dataset=Dataset.from_list(chats), processing_class=fast, **options
+        model=make(), args=args, train_dataset=Dataset.from_list(chats), processing_class=fast, **options
     )
 
 
@@ -165,6 +189,9 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "Trainer": plain,
     "SFTTrainer": lambda *a, **k: chat(*a, packing=False, **k),
     "SFTTrainer, packed": lambda *a, **k: chat(*a, packing=True, **k),
+    "Trainer, LoRA": lambda *a, **k: plain(*a, make=adapted, **k),
+    "SFTTrainer, LoRA": lambda *a, **k: chat(*a, make=adapted, packing=False, **k),
+    "SFTTrainer, packed, LoRA": lambda *a, **k: chat(*a, make=adapted, packing=True, **k),
 }
 
 
@@ -222,7 +249,8 @@ def outcome(trainer: Any, folder: Path) -> Outcome:
             if name in entry:
                 logs.setdefault(name, []).append(float(entry[name]))
     trainer.save_model(str(folder))
-    return Outcome(logs, load_file(folder / "model.safetensors"))
+    (file,) = folder.glob("*.safetensors")  # of a model, or of adapters
+    return Outcome(logs, load_file(file))
 
 
 def alone(name: str) -> Outcome:
@@ -274,8 +302,10 @@ def planted(fault: str | None) -> Iterator[None]:
     from fourfold.checkpoint import state
     from fourfold.integrations.hf.accelerator import GridAccelerator
     from fourfold.integrations.hf.trainer import GridTrainer
+    from fourfold.parallel import linear
 
     saved = GridAccelerator.repeated_rows, GridTrainer.compute_loss, state.optimizers.restore
+    read_weight = linear.read_weight
     if fault == "repeated-rows":
         GridAccelerator.repeated_rows = lambda self, rows: slice(rows, rows)  # type: ignore[method-assign]
     elif fault == "mask":
@@ -286,9 +316,16 @@ def planted(fault: str | None) -> Iterator[None]:
         )
     elif fault == "optimizer-state":
         state.optimizers.restore = lambda *a, **k: {}  # type: ignore[assignment]
+    elif fault == "adapter-sum":
+
+        def without_sums(module: Any, key: str, axes: Any = (), **options: Any) -> Tensor:
+            return read_weight(module, key, () if key.startswith(linear.ADAPTER) else axes, **options)
+
+        linear.read_weight = without_sums
     try:
         yield
     finally:
+        linear.read_weight = read_weight
         GridAccelerator.repeated_rows, GridTrainer.compute_loss, state.optimizers.restore = saved  # type: ignore[method-assign]
 
 
@@ -343,7 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
             cases[1:1] = [(grid, True) for grid in others[:1]]  # after the first, which saves
             with tempfile.TemporaryDirectory() as folder:
                 for grid, resumes in cases:
-                    words = f"{name:20} {grid!s:14} {'resumed' if resumes else '':8}"
+                    words = f"{name:24} {grid!s:14} {'resumed' if resumes else '':8}"
                     rows += 1
                     try:
                         found = pool.run(on_grid, _ranks(grid), name, grid, folder, options.fault, resumes)[0]

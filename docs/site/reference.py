@@ -154,7 +154,7 @@ PYTHON = """# Python
 """
 SECTIONS = {
     "The grid": ("Grid", "factorisations"),
-    "A parallel model": ("parallelize", "Report", "UnsupportedError", "Overlap"),
+    "A parallel model": ("parallelize", "Report", "UnsupportedError", "Overlap", "Lora", "full_parameters"),
     "A training step": (
         "cross_entropy",
         "count_labels",

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
     from fourfold.dry_run.run import DryRun, dryrun
     from fourfold.errors import UnsupportedError
+    from fourfold.export.live import full_parameters
     from fourfold.mesh.axes import factorisations
     from fourfold.mesh.grid import Grid
     from fourfold.optim.clip import clip_grad_norm_
     from fourfold.optim.sharded_optimizer import sharded_optimizer
     from fourfold.parallel.dropout import seed_ranks
+    from fourfold.parallel.lora import Lora
     from fourfold.parallel.loss.cross_entropy import count_labels, cross_entropy, full_logits
     from fourfold.parallel.parallelize import parallelize
     from fourfold.parallel.report import Report
@@ -36,6 +38,7 @@ __all__ = [
     "Checkpoints",
     "DryRun",
     "Grid",
+    "Lora",
     "Overlap",
     "Plan",
     "Report",
@@ -51,6 +54,7 @@ __all__ = [
     "dryrun",
     "factorisations",
     "full_logits",
+    "full_parameters",
     "load_run",
     "measure_step",
     "no_sync",
@@ -68,11 +72,13 @@ _HOMES = {
     "fourfold.mesh.grid": ("Grid",),
     "fourfold.optim.clip": ("clip_grad_norm_",),
     "fourfold.parallel.dropout": ("seed_ranks",),
+    "fourfold.parallel.lora": ("Lora",),
     "fourfold.parallel.loss.cross_entropy": ("count_labels", "cross_entropy", "full_logits"),
     "fourfold.optim.sharded_optimizer": ("sharded_optimizer",),
     "fourfold.weights.overlap": ("Overlap",),
     "fourfold.parallel.parallelize": ("parallelize",),
     "fourfold.errors": ("UnsupportedError",),
+    "fourfold.export.live": ("full_parameters",),
     "fourfold.parallel.report": ("Report",),
     "fourfold.profiling.step_report": ("StepReport", "measure_step", "save_run"),
     "fourfold.profiling.timeline": ("timeline",),

@@ -119,10 +119,12 @@ def test_a_trainer_trains_evaluates_saves_and_resumes_as_in_one_process(
         ("mask", "SFTTrainer"),
         ("documents", "SFTTrainer, packed"),
         ("optimizer-state", "Trainer"),
+        ("adapter-sum", "Trainer, LoRA"),
     ],
 )
 def test_a_planted_fault_is_found(fault: str, name: str, pool: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("trl")
+    pytest.importorskip("peft")
     (stock,) = pool.run(trainers.alone, 1, name)
     errors = []
     for shape, resumes in ((FIRST, False), (SECOND, True)):

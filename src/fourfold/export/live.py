@@ -1,10 +1,10 @@
-"""The whole tensors of a running model, one at a time, and the folder that they are written to."""
+"""The whole tensors of a running model, one at a time, and the folder that they are written to; of LoRA, merged or apart."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,34 @@ from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.mesh import agreements
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
+from fourfold.parallel.lora import CONFIG as ADAPTER_CONFIG
+from fourfold.parallel.lora import PEFT_PREFIX, WEIGHTS, A, B, is_adapter
 from fourfold.parallel.report import Report
 
 
 def full_parameters(model: nn.Module, report: Report) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of each tensor of the Hugging Face model: parameters, tied ones once, and persistent buffers.
 
-    All ranks walk through it together, and each has the whole tensor until it asks for the next one.
+    Adapters of LoRA are merged into the weights. All ranks walk through it together, and each has the whole tensor until it asks for the next one.
 
     Example:
         >>> {name: tensor.shape for name, tensor in full_parameters(model, report)}["lm_head.weight"]
         torch.Size([131, 16])
     """
+    adapters = dict(_whole(model, report, is_adapter))
+    for name, whole in _whole(model, report, lambda name: not is_adapter(name)):
+        linear = name.removesuffix(".weight")
+        if (a := adapters.get(f"{linear}.{A}.weight")) is not None:
+            assert report.lora is not None
+            change = report.lora.scale * (adapters[f"{linear}.{B}.weight"] @ a)
+            module: Any = model.get_submodule(linear)
+            whole = (whole.float() + (change.t() if module.transposed else change)).to(whole.dtype)
+        yield name, whole
+
+
+def _whole(
+    model: nn.Module, report: Report, is_wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
     # FSDP2 may hold unsharded weights after an evaluation; its state dict hooks reshard them.
     state = model.state_dict()
     parts: dict[str, list[tuple[Tensor, ParameterLayout | None]]] = {}
@@ -42,6 +58,8 @@ def full_parameters(model: nn.Module, report: Report) -> Iterator[tuple[str, Ten
         if name in state and state[name].numel():
             layout = report.layouts.get(name)
             hf_name = name if layout is None else layout.hf_name
+            if not is_wanted(hf_name):
+                continue
             parts.setdefault(hf_name, []).append((state[name].detach(), layout))
     for hf_name, pieces in parts.items():
         whole: Tensor | None = None
@@ -95,6 +113,7 @@ def write_model(
             held.global_shape, dtype=dtype or torch.float32, device="meta"
         )
         for name, held in model_tensors(model, report).items()
+        if not is_adapter(name)
     }
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=file_bytes)
     missing = {file: set(names) for file, names in split.filename_to_tensors.items()}
@@ -114,6 +133,27 @@ def write_model(
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (folder / INDEX).write_bytes(dump_json(index))
         _write_configs(model, report, folder, dtype or torch.float32)
+    agreements.broadcast_object(None)  # the others go on when all is written
+
+
+def write_adapter(model: nn.Module, report: Report, folder: Path) -> None:
+    """Write the adapters of LoRA as PEFT does, in fp32; rank 0 writes, while all ranks send."""
+    if report.lora is None:
+        raise ValueError(f"{report.model} has no adapters; call parallelize with lora=Lora(...)")
+    found = {
+        f"{PEFT_PREFIX}{name}": whole.cpu().contiguous() for name, whole in _whole(model, report, is_adapter)
+    }
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
+        linears = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in found}
+        config = getattr(model, "config", None)
+        values = report.lora.to_config(
+            base=getattr(config, "name_or_path", None) or None,
+            linears=linears,
+            transposed=any(getattr(model.get_submodule(name), "transposed", False) for name in linears),
+        )
+        (folder / ADAPTER_CONFIG).write_bytes(dump_json(values))
     agreements.broadcast_object(None)  # the others go on when all is written
 
 

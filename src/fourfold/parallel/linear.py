@@ -41,11 +41,13 @@ from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import sum_backward
 from fourfold.parallel.dropout import Dropout
 from fourfold.parallel.product.linear_op import sharded_product
-from fourfold.parallel.product.product import Product
+from fourfold.parallel.product.product import Adapter, Product
 from fourfold.parallel.product.traced_product import register, traced_product
 from fourfold.parallel.sequence import REPLICATED, Cuts, ShapeProxy, Tokens
 from fourfold.weights.api import read_weight
 from fourfold.weights.overlap import Overlap
+
+ADAPTER = "lora"  # the beginning of the names of its parameters, A first
 
 
 class _Ready(threading.local):
@@ -132,7 +134,7 @@ class FusedLinearGroup:
             own = input
             if self.tokens is not None:
                 own = self.tokens.traced_own(input)
-            weights = [block for m in members for block in m.local("weight")]
+            weights = self._weights(members)
             shapes = [self.output_shape(own, m, self._product) for m in members]  # type: ignore[arg-type]
             mine.results = list(traced_product(own, self._number, shapes, weights))
             mine.input = input
@@ -194,11 +196,13 @@ class FusedLinearGroup:
         else:
             product = self._product
         input = self._own_tokens(input, members[0])
-        weights = []
         for member in members:
             member.check_input(input)
-            weights += member.local("weight")
-        return input, product, weights
+        return input, product, self._weights(members)
+
+    def _weights(self, members: Sequence[Linear4D]) -> list[Tensor]:
+        """Those of all members, then those of their adapters."""
+        return [block for kind in ("weight", ADAPTER) for m in members for block in m.local(kind)]
 
     def output_shape(self, input: Tensor, member: Linear4D, product: Product) -> tuple[int, ...]:
         """The dims of a member's output before its features; -1: the tokens that this rank keeps."""
@@ -226,7 +230,20 @@ class FusedLinearGroup:
             self.defers,
             self.float8,
             "+".join(m.name if i == 0 else m.name.rpartition(".")[2] for i, m in enumerate(members)),
+            self._adapters(members, ends[-1]),
         )
+
+    def _adapters(self, members: Sequence[Linear4D], first: int) -> tuple[Adapter | None, ...]:
+        """``first``: the place of their weights."""
+        found: list[Adapter | None] = []
+        for member in members:
+            if member.adapter_scale is None:
+                found.append(None)
+                continue
+            end = first + 1 + member.weight_count
+            found.append(Adapter(first, slice(first + 1, end), member.adapter_scale))
+            first = end
+        return tuple(found) if any(found) else ()
 
     def _own_tokens(self, input: Tensor, member: Linear4D) -> Tensor:
         """``input`` with the tokens that this rank should have of it."""
@@ -268,10 +285,11 @@ class Linear4D(nn.Module):
         dropout: Dropout | None = None,
         cuts: Cuts = REPLICATED,
         head: bool = False,
+        adapter_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.name, self.group, self.transposed = name, group, transposed
-        self.cuts, self.is_head = cuts, head
+        self.cuts, self.is_head, self.adapter_scale = cuts, head, adapter_scale
         self.in_features, self.out_features = in_features, out_features
         # Replicated key/value heads: all rows are here, this rank works with these.
         self._used_rows = used_rows
@@ -282,6 +300,7 @@ class Linear4D(nn.Module):
             self.register_parameter(key, parameter)
         self._weights = [key for key in parameters if key.startswith("weight")]
         self._biases = [key for key in parameters if key.startswith("bias")]
+        self._adapter = [key for key in parameters if key.startswith(ADAPTER)]
         self.weight_count = len(self._weights)
         parts = group.grid.size(group.in_axis)
         if cuts.enter == "features":
@@ -294,7 +313,9 @@ class Linear4D(nn.Module):
         return bool(self._biases)
 
     def local(self, kind: str, axes: tuple[Axis, ...] = ()) -> list[Tensor]:
-        """This rank's blocks of the weights, or of the biases; their gradients are summed over ``axes``."""
+        """This rank's blocks of the weights, of the biases or of the adapter; their gradients are summed over ``axes``."""
+        if kind == ADAPTER:
+            return self._own_adapter()
         if self._used_rows is not None:
             # Each x rank uses, and has the gradient of, different rows of the same replicated weight.
             axes = (*axes, "x")
@@ -302,6 +323,19 @@ class Linear4D(nn.Module):
         for key in self._weights if kind == "weight" else self._biases:
             block = read_weight(self, key, axes, by_sibling=True)
             blocks.append(block if self._used_rows is None else block[self._used_rows])
+        return blocks
+
+    def _own_adapter(self) -> list[Tensor]:
+        """A, then B for each weight; each rank of the other axis has a part of their gradients."""
+        group = self.group
+        blocks = []
+        for number, key in enumerate(self._adapter):
+            axis = group.in_axis if number else group.out_axis
+            axes: tuple[Axis, ...] = () if axis is None else (axis,)
+            if number == 0 or self._used_rows is None:
+                blocks.append(read_weight(self, key, axes, by_sibling=True))
+            else:
+                blocks.append(read_weight(self, key, (*axes, "x"), by_sibling=True)[self._used_rows])
         return blocks
 
     def check_input(self, input: Tensor) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fourfold.errors import UnsupportedError
 from fourfold.parallel.checkpointing import ActivationCheckpointing, weaker
 from fourfold.parallel.float8.choice import Float8Recipe
+from fourfold.parallel.lora import Lora
 from fourfold.weights.api import Accumulation, Precision, Weights, backend_of
 from fourfold.weights.overlap import Overlap
 
@@ -38,6 +40,7 @@ class Options:
     # The inputs of recomputed blocks wait for backward in the memory of the host.
     activation_offloading: bool = False
     float8: Float8Recipe = "none"
+    lora: Lora | None = None
 
     @property
     def checkpointing_words(self) -> str:
@@ -47,6 +50,8 @@ class Options:
         return f"{kind} in the first {count} blocks, {weaker(kind)} in the others"
 
     def __post_init__(self) -> None:
+        if self.lora is not None and self.float8 != "none":
+            raise UnsupportedError(f"lora with float8={self.float8!r} is not supported; use one of the two")
         for name, values in (
             ("precision", Precision),
             ("activations", ActivationsWanted),
@@ -66,6 +71,11 @@ def check_model(model: nn.Module) -> None:
     if isinstance(model, FSDPModule) or backend_of(model) is not None:
         name = type(model).__name__.removeprefix("FSDP")
         raise ValueError(f"{name} is parallel already; build a new one for another grid")
+    if hasattr(model, "peft_config"):
+        raise UnsupportedError(
+            f"{type(model).__name__} has PEFT's adapters; pass the model without them, and lora=Lora.from_peft(folder) or "
+            "lora=Lora.of_config(config.to_dict())"
+        )
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise ValueError(

@@ -20,6 +20,7 @@ from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_spl
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
 from fourfold.parallel.float8.choice import Float8Recipe, check_device, linears_in_float8
+from fourfold.parallel.lora import Lora, base_layouts, fill_adapters, freeze
 from fourfold.parallel.loss.cross_entropy import chunk_loss, guard_loss
 from fourfold.parallel.options import (
     ActivationsWanted,
@@ -52,6 +53,7 @@ def parallelize(
     compile: bool | None = False,
     activation_offloading: bool = False,
     float8: Float8Recipe = "none",
+    lora: Lora | None = None,
     checkpoint: str | Path | None = None,
     seed: int = 0,
 ) -> Report:
@@ -78,6 +80,7 @@ def parallelize(
         activation_offloading: keep the inputs of recomputed blocks in pinned host memory from forward to backward; for GPUs.
         float8: of the matmuls of linears in blocks. ``rowwise_with_gw_hp``: outputs and the gradients of inputs in e4m3, with a scale for
             each row, as in torchao's recipe of that name; the gradients of weights in ``precision``.
+        lora: train adapters of low rank (`Lora`) instead of the weights, which are frozen, and stored in ``precision``.
         checkpoint: a folder of safetensors.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 
@@ -106,6 +109,7 @@ def parallelize(
         compile,
         activation_offloading,
         float8,
+        lora,
     )
     report, replays = arrange(model, grid, options, seed=seed if on_meta and checkpoint is None else None)
 
@@ -117,10 +121,13 @@ def parallelize(
         restore_buffers(model, grid.device, from_checkpoint=files.names() if files else ())
     else:
         _move_buffers(model, grid.device)
+    layouts = base_layouts(report.layouts)
     if files is not None:
-        unused = load_shards(model, report.layouts, files, grid)
+        unused = load_shards(model, layouts, files, grid)
     elif on_meta:
-        init_shards(model, report.layouts, replays, grid, seed)
+        init_shards(model, layouts, replays, grid, seed)
+    if lora is not None:
+        fill_adapters(model, lora, report.layouts, grid, seed)
     seed_ranks(grid, seed)
     return report.with_unused(unused)
 
@@ -167,11 +174,14 @@ def arrange(
         check_device(grid, options.precision)
         in_float8, not_in_float8 = linears_in_float8(model)
 
+    if options.lora is not None:
+        freeze(model, options.precision)
+
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
-    replaced = ModuleReplacement(model, grid, dropout, inside, overlap, sequence, weights, in_float8).run(
-        roles
-    )
+    replaced = ModuleReplacement(
+        model, grid, dropout, inside, overlap, sequence, weights, in_float8, options.lora
+    ).run(roles)
 
     # 3. The loss of logits whose vocabulary is sharded over x, and of a batch that is sharded over z and data.
     guard = guard_loss(model, grid, replaced.vocab_size)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -26,6 +28,7 @@ from fourfold.parallel.local_views import (
     show_local_heads,
     show_local_parameters,
 )
+from fourfold.parallel.lora import A, B, Lora, is_adapter
 from fourfold.parallel.sequence import REPLICATED, show_full_shape
 from fourfold.parallel.sequence_roles import SequenceRoles, head_parts
 from fourfold.parallel.wrap import Inside
@@ -48,7 +51,7 @@ class Replaced:
 class ModuleReplacement:
     """Replaces every module that has a role by its parallel form, in place.
 
-    ``sequence_roles`` are for sequence-parallel activations, ``float8`` the linears that compute in it. With x = y = 1 all other
+    ``sequence_roles`` are for sequence-parallel activations, ``float8`` the linears that compute in it, ``lora`` the adapters. With x = y = 1 all other
     modules stay the stock ones, and with FSDP2 parameters stay plain tensors.
     """
 
@@ -62,14 +65,16 @@ class ModuleReplacement:
         sequence_roles: SequenceRoles | None,
         weights: Weights,
         float8: Collection[str],
+        lora: Lora | None = None,
     ) -> None:
-        self.weights, self.float8 = weights, float8
+        self.weights, self.float8, self.lora = weights, float8, lora
         self.plain = weights == "fsdp2" and grid.x * grid.y == 1
         self.model, self.grid, self.dropout, self.inside, self.overlap = model, grid, dropout, inside, overlap
         self.sequence_roles = sequence_roles
         self.tokens = sequence_roles.tokens if sequence_roles else None
         self.blocks = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList)]
         self.family = family_of(model)
+        self.stock_head = getattr(model, "get_output_embeddings", lambda: None)()
         self.out = Replaced()
         # A tied weight is one parameter of several modules, and stays one.
         self.made: dict[tuple[int, tuple[int, ...]], tuple[nn.Parameter, ParameterLayout]] = {}
@@ -87,7 +92,7 @@ class ModuleReplacement:
                 self.out.vocab_size = linear_shape(module)[1]
             if key is not None:
                 self._keep(role, module, [key])
-            elif keeps_all and role.name in self.float8:
+            elif keeps_all and (role.name in self.float8 or self._has_adapter(role, module)):
                 self._put(role.name, self._linear(replace(role, in_axis="y", out_axis="x"), module))
             elif keeps_all:
                 self._keep(role, module, [k for k, p in module._parameters.items() if p is not None])
@@ -104,6 +109,11 @@ class ModuleReplacement:
             if role.word == "embedding_rowwise" and not tied:
                 self.out.embedding = self._find(role.name)[0]
         self.out.groups = list(self.siblings.values())
+        if self.lora is not None and not any(is_adapter(at.hf_name) for at in self.out.layouts.values()):
+            raise ValueError(
+                f"no linear of {type(self.model).__name__} is a target of LoRA: {self.lora.targets!r}; use the ends of their names, "
+                'such as ("q_proj", "v_proj"), or "all-linear"'
+            )
         for module, gradient_axes in self.kept.items() if not self.plain else ():
             show_local_parameters(module, gradient_axes, self.inside, self.checks[module])
         if keeps_all:
@@ -149,6 +159,10 @@ class ModuleReplacement:
                 layout = ParameterLayout.rows(layout, dim, start, width)
                 parameters[key + suffix] = self._parameter(role.name, key + suffix, source, layout)
             start += width
+        adapter_scale = None
+        if self.lora is not None and self._has_adapter(role, module):
+            adapter_scale = self.lora.scale
+            parameters |= self._adapter(role, module, weight_dims)
         used_rows = self._used_rows(role, out_features) if replicated else None
         shared_columns = 0
         if role.word == "mla_kv_a_proj":
@@ -178,7 +192,44 @@ class ModuleReplacement:
             dropout=None if role.head else self.dropout,
             cuts=cuts,
             head=role.head,
+            adapter_scale=adapter_scale,
         )
+
+    def _has_adapter(self, role: Role, module: nn.Module) -> bool:
+        """Is this a linear with an adapter? If its adapter cannot be sharded, that is an error."""
+        is_linear = isinstance(module, nn.Linear | Conv1D) and not role.head and module is not self.stock_head
+        if self.lora is None or not is_linear or not self.lora.is_target(role.name):
+            return False
+        if self.grid.x * self.grid.y > 1 and role.in_axis is None and role.out_axis is None:
+            raise UnsupportedError(
+                f"{role.name} has an adapter, and on x={self.grid.x}, y={self.grid.y} it is {role.word} ({role.why}), for which adapters are not "
+                "supported; leave it out of the targets, or use x=1 and y=1"
+            )
+        return True
+
+    def _adapter(
+        self, role: Role, module: nn.Module, weight_dims: Mapping[Axis, int]
+    ) -> dict[str, nn.Parameter]:
+        """A over the axis of the input's features, B, in the segments of the weight, over that of the output's."""
+        assert self.lora is not None
+        in_features, out_features = linear_shape(module)
+        weight = cast(Tensor, module.weight)
+        a_dims: dict[Axis, int] = {axis: 1 for axis in weight_dims if axis == role.in_axis}
+        b_dims: dict[Axis, int] = {axis: 0 for axis in weight_dims if axis == role.out_axis}
+        a, b = (
+            nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=weight.device))
+            for shape in ((self.lora.rank, in_features), (out_features, self.lora.rank))
+        )
+        made = {}
+        layout = ParameterLayout.whole(f"{role.name}.{A}.weight", a, a_dims)
+        made[A] = self._new(role.name, A, a, layout)
+        whole = ParameterLayout.whole(f"{role.name}.{B}.weight", b, b_dims)
+        start = 0
+        for i, width in enumerate(role.segments or (out_features,)):
+            key = f"{B}_{i}" if role.segments else B
+            made[key] = self._new(role.name, key, b, ParameterLayout.rows(whole, 0, start, width))
+            start += width
+        return made
 
     def _used_rows(self, role: Role, out_features: int) -> slice:
         """The rows of the one key/value head that this x rank's query heads attend to."""
@@ -294,9 +345,7 @@ class ModuleReplacement:
         self.out.by_module[row or module_name].append(layout)
         memo = (id(source), layout.start)
         if memo not in self.made:
-            made = self._on_device(source) if self.plain else layout.parameter(source, self.grid)
-            self.made[memo] = (made, layout)
-            self.out.layouts[f"{module_name}.{key}" if module_name else key] = layout
+            self.made[memo] = (self._new(module_name, key, source, layout), layout)
         parameter, first = self.made[memo]
         if first.cuts != layout.cuts:
             raise UnsupportedError(
@@ -304,6 +353,10 @@ class ModuleReplacement:
                 f"and {describe([first])}); give both the same role, or untie them"
             )
         return parameter
+
+    def _new(self, module_name: str, key: str, source: Tensor, layout: ParameterLayout) -> nn.Parameter:
+        self.out.layouts[f"{module_name}.{key}" if module_name else key] = layout
+        return self._on_device(source) if self.plain else layout.parameter(source, self.grid)
 
     def _on_device(self, source: Tensor) -> nn.Parameter:
         assert isinstance(source, nn.Parameter)

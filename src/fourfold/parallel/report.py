@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from fourfold.hf.parameter_layout import ParameterLayout, describe
 from fourfold.hf.roles import Role
 from fourfold.mesh.grid import Grid
+from fourfold.parallel.lora import Lora, base_layouts, is_adapter
 from fourfold.parallel.options import Activations, Options
 from fourfold.parallel.replace_modules import Replaced
 from fourfold.text_tables import as_text, table
@@ -58,6 +59,7 @@ class Report:
     interleaved: bool = False  # two half-batches alternate
     activations: Activations = "replicated"
     compiled: bool = False
+    lora: Lora | None = None
 
     def local_parameters(self) -> int:
         """The number of parameters that this rank stores."""
@@ -115,6 +117,8 @@ def compose_report(
     notes.append(
         f"blocks: {'compiled' if decisions.is_compiled else 'not compiled'} ({decisions.why_compiled})"
     )
+    if options.lora is not None:
+        notes.append(_lora(options.lora, replaced.layouts, options.precision))
     if decisions.in_float8:
         others = len(decisions.not_in_float8)
         example = f", such as {decisions.not_in_float8[0]}" if others else ""
@@ -141,6 +145,16 @@ def compose_report(
         is_split,
         decisions.activations,
         decisions.is_compiled,
+        options.lora,
+    )
+
+
+def _lora(lora: Lora, layouts: Mapping[str, ParameterLayout], precision: str) -> str:
+    adapters = {at.hf_name: math.prod(at.hf_shape) for at in layouts.values() if is_adapter(at.hf_name)}
+    weights = {at.hf_name: math.prod(at.hf_shape) for at in base_layouts(layouts).values()}
+    return (
+        f"LoRA: rank {lora.rank}, scale {lora.scale:g}, {sum(adapters.values()):,} parameters of {len(adapters) // 2} linears are trained; "
+        f"{sum(weights.values()):,} are frozen, in {precision}"
     )
 
 

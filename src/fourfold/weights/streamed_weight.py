@@ -28,6 +28,7 @@ class StreamedWeight:
         holders: list[tuple[nn.Module, str]],
         block_index: int,
         block_shape: torch.Size,
+        stored: torch.dtype,
         grid: Grid,
         dtype: torch.dtype,
         bundle_bytes: int,
@@ -43,7 +44,7 @@ class StreamedWeight:
         self.memory_bytes = self.padded_rows_per_rank * grid.z * self.row_numel * element_bytes
         self.is_small = math.prod(block_shape) * element_bytes <= bundle_bytes
         # Unsharded and in the dtype of the computation: the shard is the block.
-        self.is_alias = grid.z == 1 and dtype == torch.float32
+        self.is_alias = grid.z == 1 and dtype == stored
         # Called when the gradient of a backward is complete.
         self.on_gradient: Callable[[StreamedWeight], None]
         # The axes over which its gradient is summed, known when it is read: all that were given, and those with several ranks.
@@ -211,7 +212,9 @@ def shard_parameters(
             module._parameters[key] = sharded
         index = block_of.get(held_by[0][0], -1)
         weights.append(
-            StreamedWeight(names[parameter], held_by, index, block.shape, grid, dtype, bundle_bytes)
+            StreamedWeight(
+                names[parameter], held_by, index, block.shape, block.dtype, grid, dtype, bundle_bytes
+            )
         )
     return weights
 

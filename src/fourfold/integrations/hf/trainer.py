@@ -14,13 +14,14 @@ from transformers import Trainer, TrainerCallback
 from fourfold.checkpoint.save import Checkpoints
 from fourfold.checkpoint.state import TrainState
 from fourfold.errors import UnsupportedError
-from fourfold.export.live import write_model
+from fourfold.export.live import write_adapter, write_model
 from fourfold.integrations.hf.accelerator import GridAccelerator
 from fourfold.integrations.hf.arguments import translate
 from fourfold.mesh import agreements
 from fourfold.mesh.grid import Grid
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.dropout import seed_ranks
+from fourfold.parallel.lora import Lora, is_adapter
 from fourfold.parallel.loss.cross_entropy import full_logits
 from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.report import Report
@@ -57,7 +58,7 @@ class GridTrainer:
         name = type(self).__name__
         if args is None:
             raise ValueError(f"{name}(args=None): pass TrainingArguments, or the config of the trainer")
-        for given in ("model_init", "compute_loss_func", "peft_config", "quantization_config"):
+        for given in ("model_init", "compute_loss_func", "quantization_config"):
             if options.get(given) is not None:
                 raise UnsupportedError(f"{name}({given}=...) is not supported on a grid; {_INSTEAD[given]}")
         if any(options.get("optimizers", ())):
@@ -76,6 +77,9 @@ class GridTrainer:
             raise ValueError(f"{', '.join(twice)}: given in args and in parallel; give it once")
         self._options = {"checkpoint": checkpoint, "seed": args.seed} | translated | (parallel or {})
         self.report: Report | None = None
+        model, lora = _without_adapters(model, options.pop("peft_config", None))
+        if lora is not None:
+            self._options["lora"] = lora
         super().__init__(model, args, *positional, **options)  # type: ignore[call-arg]
         self.add_callback(_Seeds(self.grid))  # type: ignore[attr-defined]
 
@@ -115,7 +119,8 @@ class GridTrainer:
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     layout = self.report.layouts.get(name)
-                    groups[(name if layout is None else layout.hf_name) in self._decayed].append(parameter)
+                    hf_name = name if layout is None else layout.hf_name
+                    groups[is_adapter(hf_name) or hf_name in self._decayed].append(parameter)
             decay = {True: self.args.weight_decay, False: 0.0}
             self.optimizer = sharded_optimizer(kind)(
                 [{"params": groups[d], "weight_decay": decay[d]} for d in groups if groups[d]], **options
@@ -195,13 +200,14 @@ class GridTrainer:
     # -- checkpoints ----------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A folder that `from_pretrained` loads, written by rank 0 while all ranks send."""
+        """A folder that `from_pretrained` loads, or PEFT's for adapters, written by rank 0 while all ranks send."""
         folder = Path(output_dir or self.args.output_dir)
         is_checkpoint = _internal_call and output_dir is not None
         if is_checkpoint and not self.args.save_only_model and not self.args.push_to_hub:
             return  # its weights are beside the optimizer's states
         assert self.report is not None
-        write_model(self.model, self.report, folder)
+        write = write_model if self.report.lora is None else write_adapter
+        write(self.model, self.report, folder)
         if self.args.should_save:
             if self.processing_class is not None:  # type: ignore[attr-defined]
                 self.processing_class.save_pretrained(folder)  # type: ignore[attr-defined]
@@ -265,9 +271,27 @@ class _Seeds(TrainerCallback):  # type: ignore[misc]
 _INSTEAD = {
     "model_init": "pass a model",
     "compute_loss_func": "leave it out: the loss is the model's",
-    "peft_config": "train all weights, or without a grid",
     "quantization_config": "use bf16=True",
 }
+
+
+def _without_adapters(model: Any, config: Any) -> tuple[Any, Lora | None]:
+    """(the model without PEFT's adapters, the adapters that it gets on the grid)."""
+    if not hasattr(model, "peft_config"):
+        return model, None if config is None else Lora.of_config(config.to_dict())
+    if config is not None:
+        raise ValueError(
+            f"peft_config is given, and {type(model).__name__} has adapters already; give one of the two"
+        )
+    if list(model.peft_config) != [model.active_adapter]:
+        raise UnsupportedError(
+            f"the model has the adapters {', '.join(model.peft_config)}, and a grid trains one; delete the others"
+        )
+    from peft import get_peft_model_state_dict
+
+    values = {name: value.detach().clone() for name, value in get_peft_model_state_dict(model).items()}
+    lora = Lora.of_config(model.peft_config[model.active_adapter].to_dict(), values)
+    return model.unload(), lora
 
 
 def trainer(kind: type[Trainer]) -> Any:

@@ -5,6 +5,8 @@ is gathered and reduced; `outputs.py` has the memory of the outputs.
 
 In float8 (`float8/operands.py`) the operands of O and dI are quantised after they are gathered; the rest is the same.
 
+An adapter (`lora.py`) adds s (I A^T) B^T to this rank's part of O before it is reduced, and s (dO B) A to its part of dI.
+
 The function is complete when it returns; its backward may leave the gradient of the input in flight (`mesh/reductions.py`).
 """
 
@@ -21,7 +23,7 @@ from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import await_gradient, put_in_flight
 from fourfold.parallel.float8.operands import Float8, multiply, operands_of_gradient, operands_of_output
 from fourfold.parallel.product.outputs import Outputs, memory_of, outputs_of
-from fourfold.parallel.product.product import Product
+from fourfold.parallel.product.product import Adapter, Product
 
 _Matrix = Tensor | Float8
 _A = TypeVar("_A", bound=_Matrix)
@@ -94,10 +96,19 @@ def product_gradients(
 
     # dI = dO W: a part of a sum over out_axis.
     arrived = _gathered_gradients(product, gradients)
+    low_gradients = {
+        member: _low_rank_gradient(adapter, gradient, weights)
+        for member, gradient in arrived.items()
+        if (adapter := product.adapter(member)) is not None
+    }
     input_gradient: Tensor | None = None
     pending = Pending()
     if wants_input and arrived:
         parts = _multiplied_back(product, full, arrived, weights)
+        for member, low in low_gradients.items():
+            adapter = cast(Adapter, product.adapter(member))
+            for part, columns in zip(_each(parts), weights[adapter.a].chunk(len(parts), dim=1), strict=True):
+                torch.addmm(part, low, columns, out=part)
         is_cut = product.enter != "whole" and product.out_ranks > 1
         input_gradient = parts.new_empty(input_shape) if is_cut else parts
         pending = product.reduce(input_gradient, parts, product.out_axis, product.enter)
@@ -116,6 +127,15 @@ def product_gradients(
             out_by_in = [m.t() for m in made] if product.transposed else made
             for out, i, block in _terms(gradient, out_by_in, len(full)):
                 torch.mm(out.t(), full[i], out=block)
+        if member in low_gradients:
+            adapter = cast(Adapter, product.adapter(member))
+            back = low_gradients[member].t()
+            weight_gradients[adapter.a] = torch.cat([torch.mm(back, part) for part in _each(full)], dim=1)
+            made = [torch.empty_like(w) for w in weights[adapter.b]]
+            weight_gradients[adapter.b] = made
+            low = _low_rank(adapter, full, weights)
+            for out, _, block in _terms(gradient, made, 1):
+                torch.mm(out.t(), low, out=block)
     return input_gradient, pending, weight_gradients
 
 
@@ -163,6 +183,10 @@ def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> lis
     made: list[Outputs] = []
     in_flight: list[Pending] = []
     blocks = [product.blocks(weights, member) for member in range(len(product.spans))]
+    low_ranks = [
+        None if (adapter := product.adapter(member)) is None else _low_rank(adapter, full, weights)
+        for member in range(len(product.spans))
+    ]
     left: _Matrix = full
     right: Sequence[Sequence[_Matrix]] = blocks
     if product.float8:
@@ -177,6 +201,11 @@ def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> lis
                 read = left.unflatten(1, (out_memory.shape[1], -1))[:, :, rows]
                 for out, i, block in _terms(out_memory, right[member], len(full)):
                     _multiply(read[i], block.t(), out, first=i == 0)
+                if (low := low_ranks[member]) is not None:
+                    read_low = low.unflatten(0, (out_memory.shape[1], -1))[:, rows]
+                    adapter = cast(Adapter, product.adapter(member))
+                    for out, _, block in _terms(out_memory, weights[adapter.b], 1):
+                        _multiply(read_low, block.t(), out, first=False)
             chunk.put_together()
             in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
         made.append(outputs)
@@ -185,6 +214,22 @@ def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> lis
     for pending in in_flight:
         pending.wait()
     return [kept for outputs in made for kept in outputs.kept()]
+
+
+def _low_rank(adapter: Adapter, full: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """s I A^T: [tokens, rank]; where the input's features are sharded, a part of a sum, which is not reduced."""
+    low: Tensor | None = None
+    for part, columns in zip(_each(full), weights[adapter.a].chunk(len(full), dim=1), strict=True):
+        low = torch.mm(part, columns.t()) if low is None else torch.addmm(low, part, columns.t())
+    return cast(Tensor, low).mul_(adapter.scale)
+
+
+def _low_rank_gradient(adapter: Adapter, gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """s dO B: [tokens, rank], of this rank's features of dO."""
+    low: Tensor | None = None
+    for out, _, block in _terms(gradient, weights[adapter.b], 1):
+        low = torch.mm(out, block) if low is None else torch.addmm(low, out, block)
+    return cast(Tensor, low).mul_(adapter.scale)
 
 
 def _multiplied_back(

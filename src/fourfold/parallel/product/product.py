@@ -30,6 +30,15 @@ Cut = Literal["tokens", "features", "whole"]
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A member's adapter of low rank: where its weights are among all, A as [rank, in] and B as [out, rank]."""
+
+    a: int
+    b: slice
+    scale: float
+
+
+@dataclass(frozen=True)
 class Product:
     """Which product: the axes, the cuts, and which weights each member (a linear) has."""
 
@@ -48,6 +57,8 @@ class Product:
     defers: bool
     float8: bool
     name: str
+    # Of each member that has one; their weights follow those of all members.
+    adapters: tuple[Adapter | None, ...] = ()
     is_traced: bool = False  # in the graph of a compiled block
 
     @functools.cached_property
@@ -94,6 +105,9 @@ class Product:
         """The number of output features of each member."""
         dim = 1 if self.transposed else 0
         return [sum(weight.shape[dim] for weight in weights[span]) for span in self.spans]
+
+    def adapter(self, member: int) -> Adapter | None:
+        return self.adapters[member] if self.adapters else None
 
     def blocks(self, weights: Sequence[Tensor], member: int) -> list[Tensor]:
         """A member's weights as [out, in]."""

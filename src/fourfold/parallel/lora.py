@@ -1,0 +1,216 @@
+"""LoRA: which linears have an adapter, its parameters on the grid, and its values in the format of Hugging Face's PEFT.
+
+A linear O = I W^T with an adapter is O = I W^T + s (I A^T) B^T, with A: rank x in, B: out x rank, and W frozen. A is sharded over the
+axis that shards the input's features, B over that of the output's. Then each rank's (I A^T) B^T is a part of the same sum as its
+I W^T, so no activation is sent for it; the gradient of A is a sum over the output's axis, that of B one over the input's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fourfold.errors import UnsupportedError
+from fourfold.hf.init_replay import InitReplay, Step, fill_
+from fourfold.hf.parameter_layout import ParameterLayout
+from fourfold.hf.safetensors_reader import CheckpointFiles
+from fourfold.mesh.grid import Grid
+from fourfold.untrusted_input import read_json
+from fourfold.weights.api import Precision
+
+A, B = "lora_A", "lora_B"
+PEFT_PREFIX = "base_model.model."
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+# Fields of PEFT's LoraConfig that change what is computed, with the values that they may have here.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "lora_dropout": (0, 0.0, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None, []),
+    "layers_pattern": (None, [], ""),
+    "exclude_modules": (None, [], ""),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+    "layer_replication": (None, []),
+    "use_qalora": (False, None),
+    "alora_invocation_tokens": (None, []),
+    "lora_bias": (False, None),
+    "megatron_config": (None,),
+    "loftq_config": ({}, None),
+    "corda_config": (None,),
+    "eva_config": (None,),
+    "arrow_config": (None,),
+}
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of low rank, which are trained instead of the weights.
+
+    ``targets``: the ends of the names of linears (``("q_proj", "v_proj")``), a regular expression for whole names, or "all-linear",
+    which is all but the head. ``adapter``: a folder that PEFT wrote, or its tensors by name, whose values they begin with; otherwise
+    A is random and B is 0.
+
+    Example:
+        >>> Lora(rank=8, alpha=16).scale
+        2.0
+        >>> Lora(targets=("v_proj",)).is_target("model.layers.0.self_attn.v_proj")
+        True
+    """
+
+    rank: int = 16
+    alpha: float = 32
+    targets: tuple[str, ...] | str = ALL_LINEAR
+    rank_stabilized: bool = False
+    adapter: Path | Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank={self.rank} of LoRA has to be at least 1")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def is_target(self, name: str) -> bool:
+        """Does this linear, which is not the head, have an adapter?"""
+        if isinstance(self.targets, str):
+            return self.targets == ALL_LINEAR or re.fullmatch(self.targets, name) is not None
+        return any(name == target or name.endswith(f".{target}") for target in self.targets)
+
+    @staticmethod
+    def from_peft(folder: str | Path) -> Lora:
+        """The adapters of a folder that PEFT wrote, with their values."""
+        return Lora.of_config(read_json(Path(folder) / CONFIG), Path(folder))
+
+    @staticmethod
+    def of_config(config: Mapping[str, Any], adapter: Path | Mapping[str, Tensor] | None = None) -> Lora:
+        """What the fields of PEFT's LoraConfig say; other kinds of adapters are an error."""
+        kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
+        if kind != "LORA":
+            raise UnsupportedError(f"adapters of the kind {kind} are not supported; use LORA")
+        wrong = [
+            f"{name}={config[name]!r}"
+            for name, allowed in _ONLY.items()
+            if name in config and config[name] not in allowed
+        ]
+        if adapter is None and config.get("init_lora_weights", True) is not True:
+            wrong.append(f"init_lora_weights={config['init_lora_weights']!r}")
+        if wrong:
+            raise UnsupportedError(f"LoRA with {', '.join(wrong)} is not supported on a grid; leave it out")
+        targets = config.get("target_modules")
+        if targets is None:
+            raise ValueError(f'LoRA without target_modules: name them, or use target_modules="{ALL_LINEAR}"')
+        return Lora(
+            int(config["r"]),
+            float(config["lora_alpha"]),
+            targets if isinstance(targets, str) else tuple(sorted(map(str, targets))),
+            bool(config.get("use_rslora", False)),
+            adapter,
+        )
+
+    def to_config(self, *, base: str | None, linears: Collection[str], transposed: bool) -> dict[str, Any]:
+        """The contents of PEFT's adapter_config.json, for adapters of these ``linears``; ``transposed``: they are of GPT-2's kind."""
+        targets = self.targets
+        if targets == ALL_LINEAR:
+            targets = tuple(sorted({name.rpartition(".")[2] for name in linears}))
+        return {
+            "base_model_name_or_path": base,
+            "bias": "none",
+            "fan_in_fan_out": transposed,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "modules_to_save": None,
+            "peft_type": "LORA",
+            "r": self.rank,
+            "target_modules": targets if isinstance(targets, str) else list(targets),
+            "task_type": "CAUSAL_LM",
+            "use_dora": False,
+            "use_rslora": self.rank_stabilized,
+        }
+
+
+def is_adapter(name: str) -> bool:
+    """Is this Hugging Face name one of an adapter's parameter?"""
+    return name.endswith((f".{A}.weight", f".{B}.weight"))
+
+
+def freeze(model: nn.Module, precision: Precision) -> None:
+    """The weights are not trained, so they need no fp32 master."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if precision == "bf16":
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def base_layouts(layouts: Mapping[str, ParameterLayout]) -> dict[str, ParameterLayout]:
+    """The layouts of the model's own parameters."""
+    return {name: layout for name, layout in layouts.items() if not is_adapter(layout.hf_name)}
+
+
+@torch.no_grad()
+def fill_adapters(
+    model: nn.Module, lora: Lora, layouts: Mapping[str, ParameterLayout], grid: Grid, seed: int
+) -> None:
+    """The first values of adapters: those of a file; or A random as in PEFT, the same on every grid, and B 0."""
+    given = lora.adapter
+    files = CheckpointFiles(given / WEIGHTS) if isinstance(given, Path) else given
+    unused = set() if files is None else _names(files)
+    parameters = dict(model.named_parameters())
+    for name, layout in layouts.items():
+        hf_name = layout.hf_name
+        if not is_adapter(hf_name):
+            continue
+        parameter: Any = parameters[name]
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        index = layout.in_hf(layout.shard(grid))
+        if files is not None:
+            stored = PEFT_PREFIX + hf_name
+            _check(files, stored, layout.hf_shape)
+            if isinstance(files, CheckpointFiles):
+                files.read_into(stored, local, index)
+            else:
+                local.copy_(files[stored][index])
+            unused.discard(stored)
+        elif hf_name.endswith(f".{B}.weight"):
+            local.zero_()
+        else:
+            bound = 1 / math.sqrt(layout.hf_shape[1])  # kaiming_uniform_ with a = sqrt(5)
+            replay = InitReplay(layout.hf_shape, (Step("uniform_", (-bound, bound)),))
+            fill_(local, replay, index, name=hf_name, seed=seed)
+    if unused:
+        raise ValueError(
+            f"the adapter has {len(unused)} tensors that the model has no adapter for, such as {min(unused)}; use the model that the "
+            "adapter was made for"
+        )
+
+
+def _names(files: CheckpointFiles | Mapping[str, Tensor]) -> set[str]:
+    return files.names() if isinstance(files, CheckpointFiles) else set(files)
+
+
+def _check(files: CheckpointFiles | Mapping[str, Tensor], stored: str, shape: tuple[int, ...]) -> None:
+    names = _names(files)
+    if stored not in names:
+        raise ValueError(
+            f"{stored} is not among the {len(names)} tensors of the adapter; use one of this model"
+        )
+    found = tuple(files.shape(stored) if isinstance(files, CheckpointFiles) else files[stored].shape)
+    if found != shape:
+        raise ValueError(
+            f"{stored} has shape {found} in the adapter, but {shape} in the model; use the adapter_config.json that it was written with"
+        )
