@@ -63,12 +63,11 @@ def write_adapter(folder: Path, kind: str) -> Path:
     return folder
 
 
-@functools.cache
-def in_one_process(kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """(losses of three steps, gradients of the first, adapters at the end)."""
-    model = build(kind).requires_grad_(False)
+def adapt(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Freeze the model and give it adapters; returns them by name."""
+    model.requires_grad_(False)
     adapters = values(model)
-    placed = {}
+    placed: dict[str, nn.Parameter] = {}
     for name in linears(model):
         parent, _, key = name.rpartition(".")
         adapted = Adapted(
@@ -76,6 +75,14 @@ def in_one_process(kind: str) -> tuple[list[float], dict[str, Tensor], dict[str,
         )
         setattr(model.get_submodule(parent), key, adapted)
         placed |= {f"{name}.lora_A.weight": adapted.a, f"{name}.lora_B.weight": adapted.b}
+    return placed
+
+
+@functools.cache
+def in_one_process(kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """(losses of three steps, gradients of the first, adapters at the end)."""
+    model = build(kind)
+    placed = adapt(model)
     optimizer = torch.optim.AdamW(placed.values(), lr=1e-2, eps=1e-4)
     ids, labels = batch(4)
     losses, first = [], {}

@@ -20,6 +20,7 @@ from fourfold.checkpoint.folder import Folder
 from fourfold.checkpoint.local_shards import LocalShard, LocalShards
 from fourfold.checkpoint.manifest import CorruptCheckpointError, read_json
 from fourfold.parallel.dropout import seed_ranks
+from fourfold.parallel.lora import is_adapter
 from fourfold.parallel.report import Report
 from fourfold.untrusted_input import natural, word
 
@@ -80,6 +81,7 @@ def capture(training: TrainState) -> Snapshot:
         "schedule": training.schedule.state_dict() if training.schedule is not None else None,
         "optimizer": groups,
         "model": _model_config(config, report) if hasattr(config, "to_json_string") else None,
+        "adapter": report.lora.to_config(training.model, report.layouts) if report.lora is not None else None,
         "grid": report.grid.shape,
         "versions": versions(),
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -115,6 +117,8 @@ def read_values(folder: Folder) -> dict[str, Any]:
                 raise ValueError(f"{key} is not an object")
         if not isinstance(values.get("beside", {}), dict):
             raise ValueError("beside is not an object")
+        if not isinstance(values.get("adapter"), dict | None):
+            raise ValueError("adapter is not an object")
         if not isinstance(values["schedule"], dict | None):
             raise ValueError("schedule is not an object")
         word(values["saved_at"])
@@ -146,8 +150,15 @@ def resume(training: TrainState, values: dict[str, Any]) -> None:
     seed_ranks(training.report.grid, training.seed, training.step)
 
 
-def model_tensors(model: nn.Module, report: Report) -> dict[str, LocalShards]:
-    """Parameters, tied ones once, and persistent buffers, by their names in the Hugging Face model."""
+def model_tensors(
+    model: nn.Module, report: Report, *, of_adapters: bool | None = None
+) -> dict[str, LocalShards]:
+    """Parameters, tied ones once, and persistent buffers, by their names in the Hugging Face model.
+
+    Of a model with LoRA the adapters alone, because the rest does not change; or, if ``of_adapters`` is False, all but them.
+    """
+    if of_adapters is None:
+        of_adapters = report.lora is not None
     # FSDP2 may hold unsharded weights after an evaluation; its state dict hooks reshard them.
     state = model.state_dict()
     tensors: dict[str, LocalShards] = {}
@@ -155,6 +166,8 @@ def model_tensors(model: nn.Module, report: Report) -> dict[str, LocalShards]:
         if name in state and state[name].numel():
             layout = report.layouts.get(name)
             hf_name = name if layout is None else layout.hf_name
+            if is_adapter(hf_name) != of_adapters:
+                continue
             tensors.setdefault(f"{MODEL}{hf_name}", LocalShards()).add(LocalShard.of(state[name], layout))
     return tensors
 

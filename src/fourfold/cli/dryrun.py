@@ -49,6 +49,12 @@ def add_to(commands: Any) -> None:
     for name, field in EngineSection.model_fields.items():
         add_engine(parser, name, unless=f"the run config's, or {field.default}")
     parser.add_argument(
+        "--lora",
+        type=positive,
+        metavar="RANK",
+        help="train adapters of this rank for all linears but the head, and freeze the weights (default: as the run config says)",
+    )
+    parser.add_argument(
         "--target",
         choices=("cuda", "cpu"),
         default="cuda",
@@ -73,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     # torch and transformers take seconds to import
     from fourfold.dry_run.run import dryrun
     from fourfold.mesh.axes import AXES
+    from fourfold.parallel.lora import Lora
+    from fourfold.train.loop.model import adapters_of
     from fourfold.untrusted_input import find_model_config
     from fourfold.weights.overlap import Overlap
 
@@ -105,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = {name: values.get(name, getattr(engine, name)) for name in EngineSection.model_fields}
     if (asked := engine.model_copy(update=chosen)).is_open:
         chosen |= _that_fit(config, where, values, asked, options)
+    adapters = adapters_of(config.lora) if config is not None else None
     result = dryrun(
         find_model_config(where),
         values["grid"],
@@ -121,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
         compile=chosen["compile"],
         activation_offloading=chosen["activation_offloading"],
         float8=chosen["float8"],
+        lora=Lora(options.lora) if options.lora else adapters,
         overlap=Overlap(keep_inputs=chosen["keep_inputs"], keep_bytes=chosen["keep_weights_bytes"]),
         optimizer="adamw" if config is None else config.optimizer.name,
         target=options.target,

@@ -95,12 +95,12 @@ def _message(error: Any) -> str:
 
 
 def _near(name: str, known: Sequence[str]) -> list[str]:
-    """What a field of another name could mean: one that other trainers call so, a similar one, or one in another section."""
+    """What a field of another name could mean: one that other trainers call so, one in another section, or a similar one."""
     name = name.lower().replace("-", "_")
     if name in _ALIASES:
         return [_ALIASES[name]]
     elsewhere = [f"{section}.{name}" for section in RunConfig.model_fields if name in fields_at([section])]
-    return difflib.get_close_matches(name, known, 1) or elsewhere
+    return elsewhere or difflib.get_close_matches(name, known, 1)
 
 
 def fields_at(path: Sequence[str]) -> dict[str, Any]:

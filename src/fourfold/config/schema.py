@@ -334,6 +334,19 @@ class ReliabilitySection(Section):
         return given
 
 
+class LoraSection(Section):
+    """Adapters of low rank (LoRA), which are trained instead of the weights."""
+
+    rank: Annotated[int, Field(ge=0)] = 0
+    """The rank of the adapters; 0: all weights are trained, without adapters."""
+    alpha: PositiveFloat = 32.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """The ends of the names of the linears that have an adapter, such as q_proj; empty: all but the head."""
+    adapter: Path | None = None
+    """A folder that PEFT wrote: start from these adapters, whose rank and targets have to be the same."""
+
+
 class RunConfig(Section):
     """A training run."""
 
@@ -346,6 +359,7 @@ class RunConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     engine: EngineSection = EngineSection()
+    lora: LoraSection = LoraSection()
     checkpoints: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     logging: LoggingSection = LoggingSection()
@@ -358,6 +372,24 @@ class RunConfig(Section):
             near = max(1, round(tokens / length)) * length
             raise ValueError(
                 f"batch.tokens={tokens} is not a multiple of data.sequence_length={length}; use {near}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def adapters_fit(self) -> RunConfig:
+        if not self.lora.rank:
+            return self
+        if self.model.pretrained is None:
+            raise ValueError(
+                f"lora.rank={self.lora.rank} trains adapters of pretrained weights; set model.pretrained"
+            )
+        if self.engine.float8 != "none":
+            raise ValueError(
+                f"lora.rank={self.lora.rank} with engine.float8={self.engine.float8!r} is not supported; use one of the two"
+            )
+        if self.optimizer.name == "muon":
+            raise ValueError(
+                f"lora.rank={self.lora.rank} with optimizer.name='muon' is not supported: Muon is for whole matrices; use adamw"
             )
         return self
 

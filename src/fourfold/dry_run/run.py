@@ -293,7 +293,7 @@ class _Step:
             with evaluating(self.model):
                 short = self.ids[:1, : self.grid.x * self.grid.y * 8]
                 self.model(input_ids=short, labels=short)
-            for parameter in self.model.parameters():
+            for parameter in self._trained():
                 parameter.grad = parameter.detach()
             self.recorder.phase = "optimizer"
             self.optimizer.step()
@@ -309,8 +309,11 @@ class _Step:
             return ShardedMuon(groups, self.model, self.report, **options)
         # As `fourfold train` has it.
         return sharded_optimizer(ADAMW[self.optimizer_name])(
-            self.model.parameters(), **options, foreach=False, fused=is_cuda
+            self._trained(), **options, foreach=False, fused=is_cuda
         )
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _run(self, left_out: int) -> None:
         with self.recorder.recording():

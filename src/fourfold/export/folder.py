@@ -18,6 +18,7 @@ from fourfold.data.tokenizer import tokenizer_info
 from fourfold.export import tokenizer as tokenizers
 from fourfold.export.model_card import data_sources, model_card, value_at
 from fourfold.export.weights import FILE_BYTES, write_weights
+from fourfold.parallel.lora import CONFIG as ADAPTER_CONFIG
 from fourfold.untrusted_input import find_model_config
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
@@ -43,7 +44,7 @@ def export(
     tokenizer: str | os.PathLike[str] | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Export a checkpoint, or the newest valid one in a run's folder, to the Hugging Face folder ``out``.
+    """Export a checkpoint, or the newest valid one in a run's folder, to the Hugging Face folder ``out``; of LoRA, to PEFT's.
 
     Every file of the checkpoint is hashed first. ``dtype`` casts the weights; ``tokenizer`` is a folder or a hub id, by
     default that of the run's first dataset. Memory use is a few blocks of a file.
@@ -67,10 +68,22 @@ def export(
     folder = parent.child(unfinished)
     folder.make()
     try:
-        weights = write_weights(reader, folder, dtype=dtype, file_bytes=file_bytes)
+        adapter = values.get("adapter")
+        weights = write_weights(
+            reader, folder, dtype=dtype, file_bytes=file_bytes, of_adapters=adapter is not None
+        )
         files = list(weights.files)
         if chosen is not None:
             files += tokenizers.write(chosen, folder)
+        if adapter is not None:
+            files.append(ADAPTER_CONFIG)
+            folder.write(ADAPTER_CONFIG, [dump_json(adapter)])
+            if parent.renames:
+                parent.rename(unfinished, name)
+            notes.append(
+                f"adapters for {adapter.get('base_model_name_or_path') or 'the model'}: PEFT loads them, and merges them"
+            )
+            return Exported(step, tuple(files), weights.parameters, weights.bytes, tuple(notes))
         if values["model"] is not None and (generation := _generation(values, chosen, notes)):
             files.append(GENERATION)
             folder.write(GENERATION, [dump_json(generation)])

@@ -112,8 +112,7 @@ def write_model(
         name.removeprefix("model."): torch.empty(
             held.global_shape, dtype=dtype or torch.float32, device="meta"
         )
-        for name, held in model_tensors(model, report).items()
-        if not is_adapter(name)
+        for name, held in model_tensors(model, report, of_adapters=False).items()
     }
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=file_bytes)
     missing = {file: set(names) for file, names in split.filename_to_tensors.items()}
@@ -146,13 +145,7 @@ def write_adapter(model: nn.Module, report: Report, folder: Path) -> None:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(found, folder / WEIGHTS, metadata={"format": "pt"})
-        linears = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in found}
-        config = getattr(model, "config", None)
-        values = report.lora.to_config(
-            base=getattr(config, "name_or_path", None) or None,
-            linears=linears,
-            transposed=any(getattr(model.get_submodule(name), "transposed", False) for name in linears),
-        )
+        values = report.lora.to_config(model, report.layouts)
         (folder / ADAPTER_CONFIG).write_bytes(dump_json(values))
     agreements.broadcast_object(None)  # the others go on when all is written
 

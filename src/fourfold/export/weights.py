@@ -14,6 +14,7 @@ from fourfold.checkpoint.folder import Folder
 from fourfold.checkpoint.manifest import dump_json
 from fourfold.checkpoint.state import MODEL
 from fourfold.checkpoint.storage import Reader, raw_bytes, read_rows, safetensors_header, tensors
+from fourfold.parallel.lora import PEFT_PREFIX
 
 FILE_BYTES = 5 * 10**9
 INDEX = "model.safetensors.index.json"
@@ -30,18 +31,30 @@ class Weights:
 
 
 def write_weights(
-    reader: Reader, out: Folder, *, dtype: torch.dtype | None = None, file_bytes: int = FILE_BYTES
+    reader: Reader,
+    out: Folder,
+    *,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    of_adapters: bool = False,
 ) -> Weights:
-    """Write the model of a checkpoint to ``out``; ``dtype`` casts the floating-point tensors.
+    """Write the model of a checkpoint to ``out``, or its adapters, in PEFT's one file; ``dtype`` casts the floating-point tensors.
 
     Names are those of Hugging Face, as in the checkpoint; tied weights are written once.
     """
     weights = _on_meta(reader, dtype)
     if not weights:
         raise ValueError(f"{reader.folder} has no tensors of a model")
-    split = split_torch_state_dict_into_shards(weights, max_shard_size=file_bytes)
+    if of_adapters:
+        file_bytes = sum(empty.nbytes for empty in weights.values()) + 1
+    split = split_torch_state_dict_into_shards(
+        weights,
+        max_shard_size=file_bytes,
+        filename_pattern="adapter_model{suffix}.safetensors" if of_adapters else "model{suffix}.safetensors",
+    )
+    prefix = PEFT_PREFIX if of_adapters else ""
     for file, names in split.filename_to_tensors.items():
-        out.write(file, _content(reader, {name: weights[name] for name in names}))
+        out.write(file, _content(reader, {name: weights[name] for name in names}, prefix))
     files = list(split.filename_to_tensors)
     parameters = sum(math.prod(empty.shape) for empty in weights.values())
     size = sum(empty.nbytes for empty in weights.values())
@@ -65,9 +78,10 @@ def _on_meta(reader: Reader, dtype: torch.dtype | None) -> dict[str, Tensor]:
     return weights
 
 
-def _content(reader: Reader, weights: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-    header, ranges = safetensors_header(weights)
+def _content(reader: Reader, weights: dict[str, Tensor], prefix: str) -> Iterator[bytes | memoryview]:
+    header, ranges = safetensors_header({f"{prefix}{name}": empty for name, empty in weights.items()})
     yield header
-    for name in ranges:
+    for written in ranges:
+        name = written.removeprefix(prefix)
         for rows in read_rows(reader, f"{MODEL}{name}", weights[name].dtype):
             yield raw_bytes(rows)

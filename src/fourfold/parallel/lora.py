@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,8 +121,12 @@ class Lora:
             adapter,
         )
 
-    def to_config(self, *, base: str | None, linears: Collection[str], transposed: bool) -> dict[str, Any]:
-        """The contents of PEFT's adapter_config.json, for adapters of these ``linears``; ``transposed``: they are of GPT-2's kind."""
+    def to_config(self, model: nn.Module, layouts: Mapping[str, ParameterLayout]) -> dict[str, Any]:
+        """The contents of PEFT's adapter_config.json, for the adapters of a parallel model."""
+        names = (layout.hf_name for layout in layouts.values())
+        linears = {name.rsplit(".", 2)[0] for name in names if is_adapter(name)}
+        transposed = any(getattr(model.get_submodule(name), "transposed", False) for name in linears)
+        base = getattr(getattr(model, "config", None), "name_or_path", None) or None
         targets = self.targets
         if targets == ALL_LINEAR:
             targets = tuple(sorted({name.rpartition(".")[2] for name in linears}))

@@ -11,9 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fourfold import untrusted_input
-from fourfold.config.schema import EngineSection, ModelSection
+from fourfold.config.schema import EngineSection, LoraSection, ModelSection
 from fourfold.hf.packed_attention import use_packed_attention
 from fourfold.mesh.grid import Grid
+from fourfold.parallel.lora import ALL_LINEAR, Lora
 from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.report import Report
 from fourfold.planner.inputs.layout import undivided_axis
@@ -23,7 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 def build_model(
-    model: ModelSection, engine: EngineSection, grid: Grid, seed: int, length: int
+    model: ModelSection,
+    engine: EngineSection,
+    grid: Grid,
+    seed: int,
+    length: int,
+    lora: LoraSection | None = None,
 ) -> tuple[nn.Module, Report]:
     """Build on the meta device; each rank initialises or reads only its own shards.
 
@@ -56,11 +62,19 @@ def build_model(
         compile=engine.compile,
         activation_offloading=engine.activation_offloading,
         float8=engine.float8,
+        lora=adapters_of(lora) if lora is not None else None,
         overlap=Overlap(keep_bytes=engine.keep_weights_bytes, keep_inputs=engine.keep_inputs),
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
         seed=seed,
     )
     return module, report.with_note(attention)
+
+
+def adapters_of(lora: LoraSection) -> Lora | None:
+    """The adapters of a run config, as `parallelize` takes them."""
+    if not lora.rank:
+        return None
+    return Lora(lora.rank, lora.alpha, lora.targets or ALL_LINEAR, adapter=lora.adapter)
 
 
 def model_config(model: ModelSection) -> Any:

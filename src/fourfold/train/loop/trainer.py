@@ -117,7 +117,9 @@ class Trainer:
         self.micro_batches = -(-rows // (self.replicas.planned * self.micro_batch_rows))
         self.mixture = open_data(run, "train")
         self.loader = Loader(self.mixture, grid, run.sequences, prefetch_batches=run.data.prefetch_batches)
-        self.model, self.report = build_model(run.model, run.engine, grid, run.seed, run.data.sequence_length)
+        self.model, self.report = build_model(
+            run.model, run.engine, grid, run.seed, run.data.sequence_length, run.lora
+        )
         check_documents_stay_apart(
             self.model,
             grid,
