@@ -204,6 +204,7 @@ def _that_fit(
         "adamw" if config is None else config.optimizer.name,
         None if gib is None else gib * 2**30,
         options.target,
+        options.lora or (config.lora.rank if config is not None else 0),
     )
 
 

@@ -88,6 +88,12 @@ def add_to(commands: Any) -> None:
         "keep_inputs",
         unless="the run config's if it sets no grid, otherwise consider both",
     )
+    parser.add_argument(
+        "--lora",
+        type=positive,
+        metavar="RANK",
+        help="train adapters of this rank for all linears but the head, and freeze the weights (default: as the run config says)",
+    )
     parser.add_argument("--rows", type=positive, default=10, help="number of layouts to show (default: 10)")
     parser.add_argument(
         "--explain",
@@ -148,6 +154,8 @@ def run(options: argparse.Namespace) -> int:
     precision = asked.options["precision"] or cluster.precision
     optimizer = asked.options.get("optimizer", "adamw")
     workload = workload.attended(asked.options.get("attention", "auto"), cluster.target, precision)
+    lora_rank = asked.options.get("lora_rank", 0)
+    workload = workload.adapted(lora_rank)
     float8 = asked.options.get("float8", "none")
     title = f"{asked.name} ({_billions(workload)}) on {asked.gpus} devices of {cluster.name}, {sequences} x {length} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
@@ -173,7 +181,16 @@ def run(options: argparse.Namespace) -> int:
     if options.trace:
         attention: Attention | None = "flex" if workload.is_flex else None
         job = Job(
-            asked.model, sequences, length, cluster.target, precision, None, optimizer, attention, float8
+            asked.model,
+            sequences,
+            length,
+            cluster.target,
+            precision,
+            None,
+            optimizer,
+            attention,
+            float8,
+            lora_rank,
         )
         timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
@@ -181,7 +198,12 @@ def run(options: argparse.Namespace) -> int:
     if options.write:
         names = ("compile", "activation_offloading")
         asked_for = {name: asked.options[name] for name in names if asked.options.get(name) is not None}
-        planned_for = {"engine.precision": precision, "engine.float8": float8, "optimizer.name": optimizer}
+        planned_for: dict[str, Any] = {
+            "engine.precision": precision,
+            "engine.float8": float8,
+            "optimizer.name": optimizer,
+        }
+        planned_for["lora.rank"] = lora_rank
         print(_write(options.write, plan, sequences, length, asked_for, planned_for))
     return 0
 
@@ -225,6 +247,8 @@ class _Asked:
             for name in ("weights", "precision", "compile", "float8", "activation_offloading", "activations")
             if getattr(options, name) is not None
         }
+        if options.lora:
+            own["lora_rank"] = options.lora
         if options.keep_inputs is not None:
             own["keep_inputs"] = (options.keep_inputs,)
         wanted = {"precision": None, **found, **own, "sequences": sequences, "length": length}
@@ -297,7 +321,7 @@ def _write(
     sequences: int,
     length: int,
     asked_for: dict[str, bool],
-    planned_for: dict[str, str],
+    planned_for: dict[str, Any],
 ) -> str:
     """Write the fastest layout into a run config that was planned, and what was ``asked_for``; what was written.
 

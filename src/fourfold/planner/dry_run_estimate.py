@@ -39,6 +39,7 @@ class Job:
     optimizer: Optimizer = "adamw"
     attention: Attention | None = None  # as `dryrun` takes it
     float8: Any = "none"
+    lora_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def _fresh(source: Any) -> Any:
 
 def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
     from fourfold.dry_run.run import dryrun
+    from fourfold.parallel.lora import Lora
     from fourfold.weights.overlap import Overlap
 
     done = dryrun(
@@ -122,6 +124,7 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         target=job.target,
         optimizer=job.optimizer,
         float8=job.float8,
+        lora=Lora(job.lora_rank) if job.lora_rank else None,
     )
     return DryRunEstimate(layout, done.traced, done.left_out)
 

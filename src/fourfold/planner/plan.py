@@ -52,6 +52,7 @@ def plan(
     activation_offloading: bool = False,
     attention: Attention = "auto",
     reserve: float = RESERVE,
+    lora_rank: int = 0,
     roles: Mapping[str, str] | None = None,
     dry_runs: int = 100,
     quiet: bool = False,
@@ -67,7 +68,7 @@ def plan(
     devices whose rate in it is published. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
     latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which. With
     ``activation_offloading`` the inputs of blocks that are recomputed are on the host, where a layout recomputes any. ``attention`` is that
-    of packed documents, as in a run config.
+    of packed documents, as in a run config. With a ``lora_rank`` adapters of all linears but the head are trained, and the weights frozen.
 
     Any other module that takes ``input_ids``, ``labels`` and ``**kwargs`` of its loss and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them and the
@@ -93,9 +94,11 @@ def plan(
         _ = machines.device.best_float8_tflops  # refuses devices without one
         if workload is not None:
             check_float8(workload)
-    workload = workload and workload.attended(attention, machines.target, work)
+    workload = workload and workload.attended(attention, machines.target, work).adapted(lora_rank)
     of_dry_run: Attention | None = "flex" if workload is not None and workload.is_flex else None
-    job = Job(source, sequences, length, machines.target, work, roles, optimizer, of_dry_run, float8)
+    job = Job(
+        source, sequences, length, machines.target, work, roles, optimizer, of_dry_run, float8, lora_rank
+    )
     if workload is None:
         # Few such modules allow sequence parallelism, and each try is a dry run.
         layouts, rejected = _all_layouts(
@@ -170,6 +173,10 @@ def plan(
     if float8 != "none":
         notes.append(
             f"Linears of blocks compute in float8 ({float8}); MFU and HFU are parts of the peak in bf16."
+        )
+    if lora_rank:
+        notes.append(
+            f"LoRA of rank {lora_rank} in all linears but the head; MFU and HFU count two of three products of frozen weights."
         )
     return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *failed], notes=tuple(notes))
 

@@ -43,6 +43,7 @@ _INPUTS = attrgetter(
     "engine.compile",
     "engine.activation_offloading",
     "engine.float8",
+    "lora.rank",
     "optimizer.name",
 )
 _CHECKPOINTING = attrgetter("activation_checkpointing", "checkpointed_blocks")
@@ -156,6 +157,7 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
         "activation_offloading": engine.activation_offloading,
         "attention": engine.attention,
         "float8": engine.float8,
+        "lora_rank": run.lora.rank,
         "optimizer": run.optimizer.name,
         "checkpointing": KINDS if checkpointing == "auto" else (checkpointing,),
         "checkpointed_blocks": engine.checkpointed_blocks,

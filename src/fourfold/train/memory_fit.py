@@ -37,6 +37,7 @@ def fit_into_memory(run: RunConfig, device_bytes: float | None, target: str) -> 
         run.optimizer.name,
         device_bytes,
         target,
+        run.lora.rank,
     )
     return run.model_copy(update={"engine": run.engine.model_copy(update=chosen)})
 
@@ -56,6 +57,7 @@ def fields_that_fit(
     optimizer: Optimizer,
     device_bytes: float | None,
     target: str,
+    lora_rank: int = 0,
 ) -> dict[str, Any]:
     """The fields `BY_MEMORY` of [engine] on a grid.
 
@@ -76,7 +78,7 @@ def fields_that_fit(
     if workload is None or device_bytes is None:
         settled = engine.without_auto()
         return {name: getattr(settled, name) for name in BY_MEMORY}
-    workload = workload.attended(engine.attention, target, engine.precision)
+    workload = workload.attended(engine.attention, target, engine.precision).adapted(lora_rank)
     *_, y, x = shape
     rows, length, micro_batches = batch
     is_cut = x * y > 1 and engine.activations != "replicated" and undivided_axis(length, y, x) is None

@@ -86,6 +86,9 @@ class StreamedWeights:
         self._reducing: list[_Gradient] = []
         self._complete: list[tuple[StreamedWeight, Tensor]] = []  # this rank's rows, summed over all ranks
         self._last_block = -2
+        # Frozen weights have no gradient whose arrival says that backward is done with them: it is once it is in another block.
+        self._frozen = [w for w in self._streamed if not w.is_small and not w.parameter.requires_grad]
+        self._backward_block = -2
         limit_bytes = overlap.in_flight_bytes
         self._limit_bytes = 2 * largest_block_bytes(self._weights) if limit_bytes is None else limit_bytes
 
@@ -165,10 +168,12 @@ class StreamedWeights:
             is_known = getattr(output, "gradient_is_known", False)
             can_release = is_lookup or is_known or not torch.is_grad_enabled()
             if not can_release:
-                for tensor in tree_leaves(output):
-                    if isinstance(tensor, Tensor) and tensor.requires_grad:
-                        tensor.register_hook(before_backward)
-                        can_release = True
+                tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+                followed = [tensor for tensor in tensors if tensor.requires_grad]
+                for tensor in followed:
+                    tensor.register_hook(before_backward)
+                # Without a gradient, of frozen weights before the first adapter, backward does not come here.
+                can_release = bool(tensors) and (bool(followed) or bool(self._frozen))
             for weight in weights:
                 weight.passes += 1
                 weight.gradient_is_known = is_known
@@ -186,8 +191,20 @@ class StreamedWeights:
                 self._need_small()  # released, if another forward or backward ran in between
             for weight in weights:
                 self._need(weight)
+                weight.backward_passes += 1
+                if self._frozen and weight.backward_passes == self._half_batches():
+                    self._release_frozen(weight.block_index)
 
         return hook
+
+    def _release_frozen(self, block_index: int) -> None:
+        """Backward of all half-batches is in this block: it has read the weights of the blocks after it."""
+        if block_index == self._backward_block:
+            return
+        for weight in self._frozen:
+            if weight.block_index == self._backward_block:
+                weight.release()
+        self._backward_block = block_index
 
     def _need(self, weight: StreamedWeight) -> None:
         if self._is_part_called_alone():
@@ -435,7 +452,7 @@ class StreamedWeights:
         self._reducing.clear()
         self._complete.clear()
         self._in_backward = self._in_forward = False
-        self._position, self._last_block = 0, -2
+        self._position, self._last_block, self._backward_block = 0, -2, -2
         self._this_order, self._this_forward_length = [], 0
 
     def _release_all(self) -> None:

@@ -54,6 +54,7 @@ class StreamedWeight:
         # Since it was gathered: the number of half-batches that its module has computed, and whether other modules read it.
         self.passes = 0
         self.is_read_elsewhere = False
+        self.backward_passes = 0  # half-batches whose backward has begun to read it
         # Forward has computed its gradient with its output, so that backward does not read it.
         self.gradient_is_known = False
         self._block: Tensor | None = None
@@ -131,7 +132,7 @@ class StreamedWeight:
         if self._flat is not None and self._gathered:
             self._flat.untyped_storage().resize_(0)
         self._gathered = False
-        self.passes, self.is_read_elsewhere = 0, False
+        self.passes, self.is_read_elsewhere, self.backward_passes = 0, False, 0
 
     def block(self) -> Tensor:
         """The tensor that forward reads: a leaf, whose gradient `on_gradient` handles."""

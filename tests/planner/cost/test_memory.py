@@ -15,7 +15,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from fourfold import Overlap
+from fourfold import Lora, Overlap
 from fourfold.dry_run.run import DryRun, dryrun
 from fourfold.planner.cost.memory import memory
 from fourfold.planner.inputs.layout import Layout
@@ -101,6 +101,17 @@ ACCUMULATED = [
     ("qwen2, biased and tied", Layout(2, 2, 1, 2, 3, "selective", weights="fsdp2", **SHARDS, **TOKENS)),
     ("wide vocabulary", Layout(1, 4, 1, 1, 3, "full", weights="fsdp2", **SHARDS)),
 ]
+# Adapters of rank 16 are trained, and the weights frozen.
+ADAPTED = [
+    ("llama", Layout(1, 4, 1, 1, 1, "none", weights="fsdp2")),
+    ("llama", Layout(1, 4, 1, 1, 1, "full", weights="streamed")),
+    ("llama", Layout(1, 2, 2, 2, 1, "selective", weights="fsdp2", **TOKENS)),
+    ("llama", Layout(1, 1, 1, 4, 1, "none", weights="streamed", **TOKENS)),
+    ("llama", Layout(2, 2, 1, 2, 3, "full", weights="fsdp2", **SHARDS)),
+    ("qwen2, biased and tied", Layout(1, 2, 2, 2, 1, "full", weights="fsdp2", **AGAIN)),
+    ("wide vocabulary", Layout(1, 4, 1, 1, 1, "full", weights="fsdp2")),
+    ("gpt2, learned positions", Layout(1, 4, 1, 1, 1, "none", weights="fsdp2")),
+]
 # Inputs of recomputed blocks that are on the host; with these sequences they are a part of the peak.
 OFFLOADED = [
     ("llama", Layout(1, 4, 1, 1, 1, "full", weights="fsdp2"), 16),
@@ -113,7 +124,9 @@ OFFLOADED = [
 
 
 @functools.cache
-def dry_run(model: str, layout: Layout, optimizer: Any = "adamw", sequences: int = SEQUENCES) -> DryRun:
+def dry_run(
+    model: str, layout: Layout, optimizer: Any = "adamw", sequences: int = SEQUENCES, lora: Lora | None = None
+) -> DryRun:
     return dryrun(
         MODELS[model],
         layout.grid,
@@ -128,6 +141,7 @@ def dry_run(model: str, layout: Layout, optimizer: Any = "adamw", sequences: int
         overlap=Overlap(keep_inputs=layout.keep_inputs),
         activation_offloading=layout.activation_offloading,
         optimizer=optimizer,
+        lora=lora,
     )
 
 
@@ -157,6 +171,20 @@ def test_the_closed_form_is_the_dry_run(model, layout):
 def test_the_closed_form_is_the_dry_run_within_three_percent(model, layout):
     closed = memory(from_config(MODELS[model].to_dict()), layout, SEQUENCES * LENGTH, length=LENGTH)
     assert closed.total_bytes == pytest.approx(dry_run(model, layout).peak.bytes, rel=0.03), closed
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*ADAPTED[:3], *(pytest.param(*point, marks=pytest.mark.nightly) for point in ADAPTED[3:])],
+    ids=str,
+)
+def test_the_closed_form_knows_adapters(model, layout):
+    workload = from_config(MODELS[model].to_dict()).adapted(16)
+    closed = memory(workload, layout, SEQUENCES * LENGTH, length=LENGTH)
+    done = dry_run(model, layout, lora=Lora(16)).peak
+    assert closed.total_bytes == pytest.approx(done.bytes, rel=0.03), closed
+    assert closed.parameters_bytes == pytest.approx(done.by_category["parameters"], rel=0.005)
+    assert closed.optimizer_bytes == pytest.approx(done.by_category["optimizer"], rel=0.005)
 
 
 @pytest.mark.parametrize(

@@ -97,4 +97,4 @@ def test_a_dry_run_stores_frozen_weights_once(tmp_path: Path, capsys: pytest.Cap
     frozen = linears + 2 * 1024 * 256 + 5 * 256
     assert before["all"]["parameters"] == pytest.approx(4 * frozen / 4, rel=0.01)
     assert before["lora"]["parameters"] == pytest.approx(2 * frozen / 4 + 4 * (whole / 2 + cut / 4), rel=0.01)
-    assert before["lora"]["optimizer states"] == pytest.approx(8 * (whole / 2 + cut / 4), rel=0.01)
+    assert before["lora"]["optimizer"] == pytest.approx(8 * (whole / 2 + cut / 4), rel=0.01)

@@ -58,12 +58,15 @@ def groups_of(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[Li
     of_q, of_kv = head_shardings(w, y, x, by_tokens=by_tokens)
     between: Sharding = "tokens" if by_tokens else "whole"
     up = 2 if w.gated else 1
-    return [
+    groups = [
         Linears(hidden, (q, kv, kv), "y", "x", between, (of_q, of_kv, of_kv)),
         Linears(q, (hidden,), "x", "y", of_q, (between,)),
         Linears(hidden, (inner,) * up, "y", "x", between, (between,) * up),
         Linears(inner, (hidden,), "x", "y", between, (between,)),
     ]
+    if w.lora_rank:
+        groups = [group._replace(is_trained=False, adapter_rank=w.lora_rank) for group in groups]
+    return groups
 
 
 def head_shardings(workload: Workload, y: int, x: int, *, by_tokens: bool) -> tuple[Sharding, Sharding]:
@@ -172,14 +175,29 @@ def _matmul_s(features: float, sharding: Sharding, group: Linears, given: Given,
     n, k, tokens = features / pieces_out, group.inputs / pieces_in, given.tokens
     sizes = {"forward": (tokens, n, k), "input": (tokens, k, n), "weight": (n, k, tokens)}[which]
     float8 = given.schedule.float8 and which != "weight"
-    return (
-        pieces_in * pieces_out * matmul_s(1, *sizes, given.device, given.kernels.matmul_share, float8=float8)
-    )
+    adapter_s = _adapter_s(features, group, given, which) if group.adapter_rank else 0.0
+    if which == "weight" and not group.is_trained:
+        return adapter_s
+    each_s = matmul_s(1, *sizes, given.device, given.kernels.matmul_share, float8=float8)
+    return pieces_in * pieces_out * each_s + adapter_s
+
+
+def _adapter_s(features: float, group: Linears, given: Given, which: str) -> float:
+    """The products of a linear's adapter (`parallel/product/linear_op.py`)."""
+    r, tokens, inputs = group.adapter_rank, given.tokens, group.inputs
+    sizes: dict[str, list[tuple[float, float, float]]] = {
+        "forward": [(tokens, r, inputs), (tokens, features, r)],
+        "input": [(tokens, r, features), (tokens, inputs, r)],
+        "weight": [(r, inputs, tokens), (tokens, r, inputs), (features, r, tokens)],
+    }
+    return sum(matmul_s(1, *one, given.device, given.kernels.matmul_share) for one in sizes[which])
 
 
 def _replicas(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[tuple[str, float]]:
     """(axis, elements) of weights that several ranks use for other tokens, heads or rows: their gradients are summed."""
     w = workload
+    if w.lora_rank:
+        return _adapter_replicas(w, y, x)
     # Each x rank beyond the key/value heads holds all of their rows and has the gradient of its own.
     kv_rows = [("x", w.hidden * w.kv_features / y)] * 2 if x > w.kv_heads else []
     if not by_tokens:
@@ -197,6 +215,18 @@ def _replicas(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[tu
     if w.bias:
         columns += [("y", w.ffn / x)] * (2 if w.gated else 1)
     return rows + columns + kv_rows
+
+
+def _adapter_replicas(w: Workload, y: int, x: int) -> list[tuple[str, float]]:
+    """The gradient of A is a sum over the axis of the output's features, that of B over that of the input's."""
+    kv = w.kv_features / min(x, w.kv_heads)
+    hidden, inner, q = w.hidden / y, w.ffn / x, w.q_features / x
+    found: list[tuple[str, float]] = []
+    for out in (q, kv, kv, *([inner] * (2 if w.gated else 1))):
+        found += [("x", w.lora_rank * hidden), ("y", w.lora_rank * out)]
+    for into in (q, inner):
+        found += [("y", w.lora_rank * into), ("x", w.lora_rank * hidden)]
+    return found + [("x", w.lora_rank * float(w.kv_features))] * (2 if x > w.kv_heads else 0)
 
 
 def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, Pass, Pass]:
@@ -298,7 +328,7 @@ def ends_pass(workload: Workload, given: Given) -> Pass:
     w, (tokens, y, x, device, _, schedule, _, send, by_tokens, _) = workload, given
     columns = -(-w.vocabulary // x)  # of the head on each x rank
     between: Sharding = "tokens" if by_tokens else "whole"
-    head = [Linears(w.hidden / y, (columns,), "y", "x", between, (between,))]
+    head = [Linears(w.hidden / y, (columns,), "y", "x", between, (between,), is_trained=not w.lora_rank)]
     own_y, own_x = (y, x) if by_tokens else (1, 1)  # ranks that hold other tokens
     moved_bytes = tokens * ends_bytes(w, y, columns, schedule.elementwise, by_tokens_over=(own_y, own_x))
     moved_bytes += head_sum_bytes(w, tokens, y, x, schedule.elementwise)
@@ -309,8 +339,11 @@ def ends_pass(workload: Workload, given: Given) -> Pass:
     if by_tokens:
         alone_x_s += send("reduce_scatter", "x", looked_up_bytes) + send("all_gather", "x", looked_up_bytes)
         # The gradients of the last norm and of positions, and the norm's statistics, as in a block.
-        alone_x_s += (2 if w.bias else 1) * send("all_reduce", "x", schedule.gradient_bytes * w.hidden / y)
-        if w.positions:
+        if not w.lora_rank:
+            alone_x_s += (2 if w.bias else 1) * send(
+                "all_reduce", "x", schedule.gradient_bytes * w.hidden / y
+            )
+        if w.positions and not w.lora_rank:
             alone_x_s += send("all_reduce", "x", schedule.gradient_bytes * w.positions * w.hidden / y)
         alone_y_s = 2 * send("all_reduce", "y", 4 * tokens / x)
     else:

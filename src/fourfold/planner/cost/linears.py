@@ -38,3 +38,5 @@ class Linears(NamedTuple):
     out_axis: str
     input_sharding: Sharding
     output_shardings: tuple[Sharding, ...]
+    is_trained: bool = True  # or its weights are frozen
+    adapter_rank: int = 0  # of LoRA, which each of them has then

@@ -52,6 +52,14 @@ class ShardSizes(NamedTuple):
     q: float
     kv: float
     inner: float
+    adapters: float = 0.0  # of LoRA, in a block
+
+    @property
+    def trained(self) -> ShardSizes:
+        """What has gradients: all of it, or the adapters alone."""
+        if not self.adapters:
+            return self
+        return ShardSizes(self.adapters, 0.0, 0.0, 0.0, self.adapters, 0.0, 0.0, 0.0)
 
 
 def shard_of(workload: Workload, y: int, x: int) -> ShardSizes:
@@ -69,7 +77,13 @@ def shard_of(workload: Workload, y: int, x: int) -> ShardSizes:
     window = matrices + matrices  # five in a row may reach into the next block
     largest = max(sum(window[i : i + STREAMED_WINDOW]) for i in range(len(matrices)))
     block = sum(matrices) + w.block_vectors / y
-    return ShardSizes(block, sum(matrices), table, outside, largest, q, kv, inner)
+    adapters = 0.0
+    if w.lora_rank:
+        rows = w.q_features / x, *[w.kv_features / (x if x <= w.kv_heads else 1)] * 2
+        rows += (w.ffn / x,) * (2 if w.gated else 1)
+        colwise = sum(w.hidden / y + out for out in rows) - (2 * w.hidden / y if w.fused_qkv else 0.0)
+        adapters = w.lora_rank * (colwise + (w.q_features + w.ffn) / x + 2 * w.hidden / y)
+    return ShardSizes(block, sum(matrices), table, outside, largest, q, kv, inner, adapters)
 
 
 @dataclass(frozen=True)
@@ -92,8 +106,10 @@ class Memory:
 
 def norm_bytes(workload: Workload, cut: bool, work_bytes: int) -> int:
     """What autograd keeps of a norm for each feature of a token, with the output, which is the next linears' input."""
-    if not workload.bias:  # RMSNorm: the input in fp32, the normal before the gain, the output
-        return WIDE_BYTES + 2 * work_bytes
+    if (
+        not workload.bias
+    ):  # RMSNorm: the input in fp32, the normal before the gain, if that has a gradient, and the output
+        return WIDE_BYTES + (1 if workload.lora_rank else 2) * work_bytes
     if not cut:  # the fused LayerNorm of PyTorch keeps its input as it came
         return 2 * work_bytes
     return 2 * WIDE_BYTES + work_bytes  # centred and normal in fp32 (parallel/layers.py)
@@ -238,8 +254,10 @@ def _moments(
     length: int,
 ) -> Iterator[tuple[float, float, float, float, float, float, float, str]]:
     """The fields of `Memory` at each moment that may be the peak. A search looks at millions of them, so they are tuples."""
-    whole = w.layers * shard.block + shard.outside
+    trained = shard.trained
+    whole = w.layers * trained.block + trained.outside
     stored = whole / layout.z
+    frozen = (w.layers * shard.block + shard.outside) / layout.z if w.lora_rank else 0.0
     cut = layout.y * layout.x > 1
     accumulates = layout.micro_batches > 1
     kinds = layout.checkpointing_of(w.layers)
@@ -249,7 +267,7 @@ def _moments(
     is_streamed = layout.weights == "streamed"
     sends = layout.z * layout.data > 1
     by_muon = w.layers * shard.matrices / layout.z if optimizer == "muon" else 0.0
-    parameters = MASTER_BYTES * stored
+    parameters = MASTER_BYTES * stored + work_bytes * frozen  # frozen weights are stored as they are used
     moments = ADAMW_STATE_BYTES[optimizer] * (stored - by_muon) + MUON_STATE_BYTES * by_muon
 
     def at(
@@ -274,28 +292,36 @@ def _moments(
         last_norm += 2 * work_bytes * hidden_read * (layout.x > 1)
 
     # Gathered weights. Whole on each rank and in the precision of the work, the shard is the block: nothing is gathered.
-    copied = 0 if is_streamed and layout.z == 1 and work_bytes == MASTER_BYTES else work_bytes
+    is_block = work_bytes == MASTER_BYTES or bool(w.lora_rank)
+    copied = 0 if is_streamed and layout.z == 1 and is_block else work_bytes
     kept = min(layout.keep_bytes, copied * w.layers * shard.block)
     # FSDP2 has a last group for what is in no block, and no group of its own: gathered from the first forward to the end.
     in_root = not is_streamed and w.tied
     root = copied * shard.outside if in_root else 0.0
     # The head's gradient waits there for the embedding's.
-    root_gradient = work_bytes * shard.table if in_root else 0.0
+    root_gradient = work_bytes * trained.table if in_root else 0.0
     buffers = 0.0
     if is_streamed:
         ahead = shard.inner + shard.q + shard.kv if is_recomputed else 3 * shard.inner
         at_loss = copied * (shard.table + ahead) + kept
-        in_block = copied * (shard.block + shard.q + 2 * shard.kv if is_recomputed else shard.largest) + kept
+        window = (
+            shard.block if w.lora_rank else shard.largest
+        )  # frozen weights stay until backward is in another block
+        in_block = copied * (shard.block + shard.q + 2 * shard.kv if is_recomputed else window) + kept
         in_last = copied * (shard.block - shard.inner if is_recomputed else shard.largest)
-        if layout.z > 1:  # the shards that are being sent, in the precision of the work
+        # Adapters are small weights, which are gathered together.
+        adapters = work_bytes * w.layers * shard.adapters
+        at_loss, in_block, in_last = at_loss + adapters, in_block + adapters, in_last + adapters
+        if layout.z > 1 and not w.lora_rank:  # the shards that are being sent, in the precision of the work
             buffers = copied * (shard.inner + shard.q + 2 * shard.kv) / layout.z
     else:
         # FSDP2 keeps the buffer of the last gather in forward until the next; there is none on a z of one.
         gathers = layout.z > 1
         last_gather = shard.block if in_root else shard.table
         at_loss = (root or copied * shard.table) + copied * last_gather * gathers
-        in_block = root + copied * shard.block * (2 if gathers else 1)
-        in_last = root + copied * shard.block
+        block = shard.block + shard.adapters
+        in_block = root + copied * block * (2 if gathers else 1)
+        in_last = root + copied * block
 
     # The loss. Gradients that are added up over micro-batches are whole over z until they are sent.
     columns = -(-w.vocabulary // layout.x)
@@ -318,8 +344,8 @@ def _moments(
         size = chunk_tokens(w.vocabulary, layout.x, int(work_bytes))
         at_head = saved + work_bytes * hidden_read  # and the gradient of the head's input
         # In the first chunk, and in the second, with the gradient of the head so far. It is in fp32, and a part of it is computed at a time.
-        wide = WIDE_BYTES * shard.table
-        part = work_bytes * min(shard.table, gradient_rows(w.hidden // layout.y) * w.hidden / layout.y)
+        wide = WIDE_BYTES * trained.table
+        part = work_bytes * min(trained.table, gradient_rows(w.hidden // layout.y) * w.hidden / layout.y)
         for rows, so_far in ((min(tokens, size), 0.0), (min(tokens - size, size), wide)):
             if rows <= 0:
                 continue
@@ -330,14 +356,14 @@ def _moments(
             logits = columns * (own_rows * work_bytes + max(in_fp32, sums))
             yield at("the loss", added_up + so_far, at_head, at_loss, buffers, logits)
             # Then the gradient of all of a chunk's logits, and that of the head by this chunk.
-            by_chunk = added_up + (wide + part if tokens > size else work_bytes * shard.table)
+            by_chunk = added_up + (wide + part if tokens > size else work_bytes * trained.table)
             yield at("the head's gradient", by_chunk, at_head, at_loss, buffers, rows * columns * work_bytes)
 
     # Backward, ``done`` blocks before the end: everything is linear in it between the first two and the last two.
     # The number of blocks whose gradients are being sent, in fp32: FSDP2 waits for a block before it sends the next, streamed weights for the
     # one before that, unless its shards have to go on over data.
     waiting = 2 if is_streamed and layout.data == 1 else 1
-    head_stored = 0.0 if in_root else GRADIENT_BYTES * shard.table / layout.z
+    head_stored = 0.0 if in_root else GRADIENT_BYTES * trained.table / layout.z
     turns = [0, kinds[-1][1], w.layers - 1]  # the last block, the last one of the first kind, the first block
     for done in {turn + i for turn in turns for i in (-1, 0, 1, 2)} & set(range(w.layers)):
         left, held = w.layers - done, 0.0
@@ -348,18 +374,18 @@ def _moments(
         block = w.layers - done - 1
         if offloaded:  # that of the block in work, and that of the block before it, which is on its way
             held += block_input * (1 + (0 < block < offloaded))
-        gradients = root_gradient + head_stored + GRADIENT_BYTES * done * shard.block / layout.z
+        gradients = root_gradient + head_stored + GRADIENT_BYTES * done * trained.block / layout.z
         if layout.accumulates_shards:
             gradients = added_up + (gradients if is_streamed else root_gradient)
         elif accumulates:
-            gradients += GRADIENT_BYTES * (whole - done * shard.block - (0 if in_root else shard.table))
+            gradients += GRADIENT_BYTES * (whole - done * trained.block - (0 if in_root else trained.table))
         if sends:
-            gradients += GRADIENT_BYTES * shard.block * min(done, waiting)
+            gradients += GRADIENT_BYTES * trained.block * min(done, waiting)
             if not in_root and done < waiting:
-                gradients += GRADIENT_BYTES * shard.table
+                gradients += GRADIENT_BYTES * trained.table
             if waiting == 2:
-                gradients += GRADIENT_BYTES * shard.inner * (1 + 1 / layout.z)
-        gradients += work_bytes * work.matrices * shard.inner
+                gradients += GRADIENT_BYTES * trained.inner * (1 + 1 / layout.z)
+        gradients += work_bytes * work.matrices * trained.inner
         activations = held + work.live + work.in_work
         if done < w.layers - 1:
             yield at("backward", gradients, activations, in_block, buffers)
@@ -367,14 +393,14 @@ def _moments(
             yield at("backward's last block", gradients, activations, in_last)
 
     # The embedding's gradient in the compute precision, with the last block's being sent; then its own are.
-    gradients = GRADIENT_BYTES * w.layers * shard.block / layout.z + head_stored
-    ends = shard.outside if in_root else shard.table
+    gradients = GRADIENT_BYTES * w.layers * trained.block / layout.z + head_stored
+    ends = trained.outside if in_root else trained.table
     if layout.accumulates_shards:
         gradients = added_up + (gradients if is_streamed else 0.0)
     elif accumulates:
         gradients += GRADIENT_BYTES * ends
-    being_sent = GRADIENT_BYTES * shard.block * waiting if sends else 0.0
-    first_gradients = gradients + root_gradient + work_bytes * shard.table + being_sent
+    being_sent = GRADIENT_BYTES * trained.block * waiting if sends else 0.0
+    first_gradients = gradients + root_gradient + work_bytes * trained.table + being_sent
     yield at("the embedding's gradient", first_gradients, block_input, root)
     if sends:
         # Without z to cut them, FSDP2 divides the sum over data in a copy.

@@ -106,7 +106,7 @@ class Prices:
         layout = Layout(data, z, y, x)
         w, shard, device = self.workload, self.shard(layout.y, layout.x), self.cluster.device
         over = layout.z * (layout.data if self.schedule.optimizer_over_data else 1)
-        stored = (w.layers * shard.block + shard.outside) / over
+        stored = (w.layers * shard.trained.block + shard.trained.outside) / over
         by_muon, muon = 0.0, OptimizerTime(0.0, dict.fromkeys(AXES, 0.0))
         if self.optimizer == "muon":
             by_muon = w.layers * shard.matrices / layout.z
@@ -216,6 +216,8 @@ def _copies_s(prices: Prices, layout: Layout, shard: ShardSizes) -> float:
     gathered, gradient = copied_bytes(layout, prices.schedule.elementwise)
     blocks = prices.workload.layers * shard.block
     moved = gathered * (2 * blocks + shard.outside) + gradient * (blocks + shard.outside)
+    if prices.workload.lora_rank:
+        moved = gathered * (2 * blocks + shard.outside) + gradient * prices.workload.layers * shard.adapters
     return memory_s(layout.micro_batches * moved, prices.cluster.device)
 
 
@@ -254,16 +256,24 @@ def _traffic(prices: Prices, layout: Layout, shard: ShardSizes) -> _Traffic:
     w, schedule, inner = prices.workload, prices.schedule, layout.y * layout.x
     data_bytes = schedule.data_bytes or schedule.gradient_bytes
 
-    def each(elements: float, calls: int) -> tuple[float, float, float]:
+    def each(elements: float, trained: float, calls: int) -> tuple[float, float, float]:
         part = elements / calls
         gather = prices.collective_s("all_gather", schedule.weight_bytes * part, layout.z, inner)
+        if not trained:
+            return calls * gather, 0.0, 0.0
+        part = trained / calls
         scatter = prices.collective_s("reduce_scatter", schedule.gradient_bytes * part, layout.z, inner)
         data = prices.collective_s("all_reduce", data_bytes * part / layout.z, layout.data, inner * layout.z)
         return calls * gather, calls * scatter, calls * data
 
     # FSDP2 sends a block's weights together, streamed weights go matrix by matrix; embedding and head are two more.
     calls = len(w.block_matrices) if layout.weights == "streamed" else 1
-    return _Traffic(*each(shard.block, calls), *each(shard.outside, 2), calls)
+    trained = shard.trained
+    return _Traffic(
+        *each(shard.block + shard.adapters, trained.block, calls),
+        *each(shard.outside, trained.outside, 2),
+        calls,
+    )
 
 
 def _weights(

@@ -114,6 +114,7 @@ class Workload:
     whole_logits: int = (
         0  # tensors of all logits in the precision of the work, where the loss is not by chunks
     )
+    lora_rank: int = 0  # of the adapters that are trained instead of the weights; 0: the weights are trained
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -134,6 +135,10 @@ class Workload:
         if not is_wanted or target != "cuda" or precision != "bf16":
             return self
         return replace(self, is_flex=True, kept_more=self.kept_by_flex or self.kept_more)
+
+    def adapted(self, rank: int) -> Workload:
+        """With adapters of this rank (LoRA) that are trained instead of the weights; 0: as it is."""
+        return replace(self, lora_rank=rank) if rank else self
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -199,7 +204,11 @@ class Workload:
     def model_flops(self, tokens: float, length: int) -> float:
         """FLOPs of forward and backward: what MFU counts."""
         head = 2.0 * self.table
-        return 3.0 * tokens * (self.layers * self.block_forward_flops_per_token(length) + head)
+        every = 3.0 * tokens * (self.layers * self.block_forward_flops_per_token(length) + head)
+        if not self.lora_rank:
+            return every
+        # Frozen weights have no gradients: two of three products of each linear. Those of adapters are not counted.
+        return every - tokens * (self.layers * 2.0 * sum(self.block_matrices) + head)
 
     def hardware_flops(self, tokens: float, length: int, *, again: float) -> float:
         """The same with the forwards that recomputation does again, of that many blocks: what HFU counts.
