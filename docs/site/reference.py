@@ -159,6 +159,7 @@ SECTIONS = {
         "cross_entropy",
         "count_labels",
         "full_logits",
+        "token_log_probs",
         "no_sync",
         "clip_grad_norm_",
         "sharded_optimizer",

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from fourfold.optim.sharded_optimizer import sharded_optimizer
     from fourfold.parallel.dropout import seed_ranks
     from fourfold.parallel.lora import Lora
-    from fourfold.parallel.loss.cross_entropy import count_labels, cross_entropy, full_logits
+    from fourfold.parallel.loss.cross_entropy import (
+        count_labels,
+        cross_entropy,
+        full_logits,
+        token_log_probs,
+    )
     from fourfold.parallel.parallelize import parallelize
     from fourfold.parallel.report import Report
     from fourfold.planner.plan import plan
@@ -64,6 +69,7 @@ __all__ = [
     "seed_ranks",
     "sharded_optimizer",
     "timeline",
+    "token_log_probs",
 ]
 
 _HOMES = {
@@ -73,7 +79,12 @@ _HOMES = {
     "fourfold.optim.clip": ("clip_grad_norm_",),
     "fourfold.parallel.dropout": ("seed_ranks",),
     "fourfold.parallel.lora": ("Lora",),
-    "fourfold.parallel.loss.cross_entropy": ("count_labels", "cross_entropy", "full_logits"),
+    "fourfold.parallel.loss.cross_entropy": (
+        "count_labels",
+        "cross_entropy",
+        "full_logits",
+        "token_log_probs",
+    ),
     "fourfold.optim.sharded_optimizer": ("sharded_optimizer",),
     "fourfold.weights.overlap": ("Overlap",),
     "fourfold.parallel.parallelize": ("parallelize",),

@@ -21,7 +21,16 @@ from transformers import (
 import fourfold as ff
 from benchmarks.ranks import RankPool
 from fourfold import Grid
-from tests.models import LLAMA_LIKE, VOCABULARY, batch, build, random
+from tests.models import (
+    LLAMA_LIKE,
+    VOCABULARY,
+    assert_shards_close,
+    batch,
+    build,
+    gradients,
+    local_gradients,
+    random,
+)
 
 Shape = tuple[int, int, int, int]
 SHAPE = (1, 2, 1, 1)
@@ -262,3 +271,32 @@ def without_vocab_size(shape: Shape) -> tuple[float, float]:
 def test_vocab_size_is_optional_also_if_x_does_not_divide_it(pool: RankPool) -> None:
     for ours, right in pool.run(without_vocab_size, 2, (1, 1, 1, 2)):
         assert ours == pytest.approx(right, rel=1e-6)
+
+
+def preference(log_probs: Tensor, pairs: int) -> Tensor:
+    """A loss of pairs of rows, as DPO has."""
+    of_rows = log_probs.sum(-1)
+    return -nn.functional.logsigmoid(0.3 * (of_rows[::2] - of_rows[1::2])).sum() / pairs
+
+
+def preferences(shape: Shape) -> None:
+    grid, stock, model = Grid.create(shape), build("llama"), build("llama")
+    ids, given = batch(8)
+    labels = nn.functional.pad(given, (0, 1), value=-100)[:, 1:]
+    scores = (
+        stock(input_ids=ids).logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    )
+    wanted = torch.where(labels >= 0, scores, 0.0)
+    preference(wanted, 4).backward()
+
+    report = ff.parallelize(model, grid, weights="streamed")
+    rows = grid.local_rows(8)
+    found = ff.token_log_probs(model(input_ids=ids[rows]).logits, labels[rows], grid, vocab_size=VOCABULARY)
+    torch.testing.assert_close(found, wanted[rows].detach(), rtol=1e-5, atol=1e-5)
+    preference(found, 4).backward()
+    assert_shards_close(local_gradients(model), gradients(stock), report, grid)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 2, 1)])
+def test_losses_of_ones_own_are_made_of_log_probabilities(pool: RankPool, shape: Shape) -> None:
+    pool.run(preferences, int(torch.tensor(shape).prod()), shape)

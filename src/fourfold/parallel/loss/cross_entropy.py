@@ -26,7 +26,7 @@ _BATCH_AXES: tuple[Axis, ...] = ("z", "data")
 
 
 class _TokenLoss(torch.autograd.Function):
-    """Sum over tokens of -log p(label) + z_loss * log(Z)^2, in fp32 for any dtype of the logits.
+    """-log p(label) + z_loss * log(Z)^2 of each token, in fp32 for any dtype of the logits; 0 where there is no label.
 
     The logits are saved in their own dtype and their exponentials are recomputed in backward, because an fp32 copy of
     such a large tensor would cost too much memory.
@@ -47,7 +47,7 @@ class _TokenLoss(torch.autograd.Function):
         # The exponentials are not kept.
         ctx.softmax, ctx.z_loss = found._replace(exponentials=found.total), z_loss
         token_loss = found.log_z - found.label_logit + z_loss * found.log_z.square()
-        return torch.where(found.counted, token_loss, 0.0).sum()
+        return torch.where(found.counted, token_loss, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -55,7 +55,7 @@ class _TokenLoss(torch.autograd.Function):
         gradient = torch.sub(logits, softmax.log_z.unsqueeze(-1)).exp_()
         gradient *= (1.0 + 2.0 * ctx.z_loss * softmax.log_z).unsqueeze(-1)
         softmax.subtract_at_labels(gradient, 1.0)
-        gradient *= (softmax.counted * gradients[0]).unsqueeze(-1)
+        gradient *= torch.where(softmax.counted, gradients[0], 0.0).unsqueeze(-1)
         return gradient.to(logits.dtype), None, None, None, None, None
 
 
@@ -85,8 +85,65 @@ def cross_entropy(
         >>> loss = cross_entropy(model(input_ids=ids).logits, labels, grid)
         >>> loss.backward()
     """
+    if num_items is None:
+        num_items = count_labels(labels, grid, ignore_index=ignore_index)
+    of_tokens, is_sequence_parallel = _token_losses(
+        logits, labels, grid, vocab_size, ignore_index, softcap, z_loss
+    )
+    loss = of_tokens.sum() / num_items
+    # Each rank's backward covers its own tokens; the gradients of weights are summed over z and data later.
+    axes: tuple[Axis, ...] = ("y", "z", "data") if is_sequence_parallel else ("z", "data")
+    for axis in axes:
+        loss = sum_forward(loss, grid.collectives, axis, "loss")
+    return loss
+
+
+def token_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    grid: Grid,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    softcap: float | None = None,
+) -> Tensor:
+    """The log-probability of each label, in fp32, in the shape of ``labels``; 0 where a label is ``ignore_index``.
+
+    For losses of your own, as DPO or GRPO have: only a few numbers for each token are sent, and x and y neighbours have the same result.
+    ``labels`` say what each position should predict. Gradients are summed over z and data: divide the loss of this rank's rows by the number
+    of rows of the global batch.
+
+    Example:
+        >>> labels = torch.full_like(ids, IGNORE_INDEX)
+        >>> labels[:, :-1] = ids[:, 1:]
+        >>> of_rows = token_log_probs(model(input_ids=ids).logits, labels, grid).sum(-1)
+        >>> of_rows.shape
+        torch.Size([2])
+    """
+    of_tokens, is_sequence_parallel = _token_losses(
+        logits, labels, grid, vocab_size, ignore_index, softcap, 0.0
+    )
+    if not is_sequence_parallel:
+        return -of_tokens
+    # Its own tokens of each row; the sum with zeros puts those of all y ranks together.
+    parts = of_tokens.new_zeros(of_tokens.shape[0], grid.y, of_tokens.shape[1])
+    placed = parts.index_copy(
+        1, torch.tensor([grid.coordinate("y")], device=parts.device), -of_tokens[:, None]
+    )
+    return sum_forward(placed, grid.collectives, "y", "loss").reshape(labels.shape)
+
+
+def _token_losses(
+    logits: Tensor,
+    labels: Tensor,
+    grid: Grid,
+    vocab_size: int | None,
+    ignore_index: int,
+    softcap: float | None,
+    z_loss: float,
+) -> tuple[Tensor, bool]:
+    """(-log p of the labels of this rank's tokens, whether these are a part of the tokens)."""
     all_labels, labels = labels, _own_labels(logits, labels, grid)
-    is_sequence_parallel = labels is not all_labels
     if logits.shape[:-1] != labels.shape:
         part = f", which may be those of 1/{grid.y} of the tokens" if grid.y > 1 else ""
         raise ValueError(
@@ -98,16 +155,8 @@ def cross_entropy(
     first, vocabulary = _columns(logits, grid, vocab_size)
     # Checked on all labels, so that every rank raises: if only one did, the others would wait for it.
     check_range(all_labels.to(logits.device), vocabulary, "a label", ignore_index)
-    labels = labels.to(logits.device)
-    if num_items is None:
-        num_items = count_labels(all_labels, grid, ignore_index=ignore_index)
-    arguments = (logits, labels, first, ignore_index, z_loss, grid)
-    loss = cast(Tensor, _TokenLoss.apply(*arguments)) / num_items  # type: ignore[no-untyped-call]
-    # Each rank's backward covers its own tokens; the gradients of weights are summed over z and data later.
-    axes: tuple[Axis, ...] = ("y", "z", "data") if is_sequence_parallel else ("z", "data")
-    for axis in axes:
-        loss = sum_forward(loss, grid.collectives, axis, "loss")
-    return loss
+    arguments = (logits, labels.to(logits.device), first, ignore_index, z_loss, grid)
+    return cast(Tensor, _TokenLoss.apply(*arguments)), labels is not all_labels  # type: ignore[no-untyped-call]
 
 
 def _own_labels(logits: Tensor, labels: Tensor, grid: Grid) -> Tensor:
