@@ -290,6 +290,8 @@ def test_stock_peft_reads_what_is_written_and_the_other_way(pool: RankPool, tmp_
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"of_a_later_release": {"a": 1}}, "of_a_later_release"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(config: dict[str, Any], message: str) -> None:

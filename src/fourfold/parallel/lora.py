@@ -30,29 +30,14 @@ A, B = "lora_A", "lora_B"
 PEFT_PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
-# Fields of PEFT's LoraConfig that change what is computed, with the values that they may have here.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "bias": ("none", None),
-    "use_dora": (False, None),
-    "lora_dropout": (0, 0.0, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []),
-    "layers_pattern": (None, [], ""),
-    "exclude_modules": (None, [], ""),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
-    "layer_replication": (None, []),
-    "use_qalora": (False, None),
-    "alora_invocation_tokens": (None, []),
-    "lora_bias": (False, None),
-    "megatron_config": (None,),
-    "loftq_config": ({}, None),
-    "corda_config": (None,),
-    "eva_config": (None,),
-    "arrow_config": (None,),
-}
+# Fields of PEFT's LoraConfig that are read, or that do not change what is computed. Every other one has to be off.
+_READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias", "init_lora_weights")
+_WITHOUT_EFFECT = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
+)
+# How A and B begin, with values of their own; others also change the weights.
+_FIRST_VALUES = (True, False, "gaussian", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -101,13 +86,13 @@ class Lora:
         kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
         if kind != "LORA":
             raise UnsupportedError(f"adapters of the kind {kind} are not supported; use LORA")
-        wrong = [
-            f"{name}={config[name]!r}"
-            for name, allowed in _ONLY.items()
-            if name in config and config[name] not in allowed
-        ]
-        if adapter is None and config.get("init_lora_weights", True) is not True:
-            wrong.append(f"init_lora_weights={config['init_lora_weights']!r}")
+        known = {*_READ, *_WITHOUT_EFFECT}
+        wrong = [f"{name}={value!r}" for name, value in config.items() if value and name not in known]
+        if config.get("bias") not in ("none", None):
+            wrong.append(f"bias={config['bias']!r}")
+        first = config.get("init_lora_weights", True)
+        if first is not True and (adapter is None or first not in _FIRST_VALUES):
+            wrong.append(f"init_lora_weights={first!r}")
         if wrong:
             raise UnsupportedError(f"LoRA with {', '.join(wrong)} is not supported on a grid; leave it out")
         targets = config.get("target_modules")
