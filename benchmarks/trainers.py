@@ -255,8 +255,7 @@ def outcome(trainer: Any, folder: Path) -> Outcome:
 
 def alone(name: str) -> Outcome:
     """The stock trainer in one process, beside which there is no other."""
-    with tempfile.TemporaryDirectory() as folder:
-        _as_launched(0, 1)
+    with tempfile.TemporaryDirectory() as folder, as_launched(0, 1):
         if name == LIGHTNING:
             return lightning(None, Path(folder))
         trainer = MAKERS[name](lambda kind: kind, folder, ROWS)
@@ -270,30 +269,36 @@ def on_grid(name: str, shape: Shape, folder: str, fault: str | None, resumes: bo
     from fourfold.integrations.hf import trainer as on_a_grid
 
     grid = Grid.create(shape, timeout_s=300)
-    _as_launched(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    launched = as_launched(torch.distributed.get_rank(), torch.distributed.get_world_size())
     if name == LIGHTNING:
-        return lightning(shape, Path(folder))
-    with planted(fault):
+        with launched:
+            return lightning(shape, Path(folder))
+    with launched, planted(fault):
         trainer = MAKERS[name](on_a_grid, folder, ROWS // grid.batch_ranks, grid=grid)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}" if resumes else None)
-    found = outcome(trainer, Path(folder) / "final")
+        found = outcome(trainer, Path(folder) / "final")
     return found if torch.distributed.get_rank() == 0 else Outcome(found.logs, {})
 
 
-def _as_launched(rank: int, ranks: int) -> None:
-    """accelerate reads a launcher's variables, and once in a process."""
+@contextmanager
+def as_launched(rank: int, ranks: int) -> Iterator[None]:
+    """accelerate reads a launcher's variables, and once in a process; a rank of a pool runs other things after it."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for name in ("LOCAL_RANK", "RANK"):
-        os.environ[name] = str(rank)
-    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-        os.environ[name] = str(ranks)
-    if ranks == 1:
-        for name in ("LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
-            del os.environ[name]
+    names = ("LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    before = {name: os.environ.pop(name, None) for name in names}
+    if ranks > 1:
+        os.environ |= dict(zip(names, map(str, (rank, rank, ranks, ranks)), strict=True))
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     GradientState._reset_state()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -140,10 +140,10 @@ def test_a_planted_fault_is_found(fault: str, name: str, pool: RankPool, tmp_pat
 def stream_on_a_grid(drop_last: bool) -> int:
     from torch.utils.data import DataLoader
 
-    trainers._as_launched(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    accelerator = GridAccelerator(Grid.create((1, 2, 1, 1)), cpu=True)
-    loader = accelerator.prepare(DataLoader(Stream(), batch_size=2, drop_last=drop_last))
-    return sum(int(rows.sum()) for rows in loader)
+    with trainers.as_launched(torch.distributed.get_rank(), torch.distributed.get_world_size()):
+        accelerator = GridAccelerator(Grid.create((1, 2, 1, 1)), cpu=True)
+        loader = accelerator.prepare(DataLoader(Stream(), batch_size=2, drop_last=drop_last))
+        return sum(int(rows.sum()) for rows in loader)
 
 
 class Stream(torch.utils.data.IterableDataset[int]):

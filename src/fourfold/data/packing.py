@@ -13,7 +13,7 @@ def best_fit(lengths: Sequence[int] | NDArray[np.integer], row: int) -> list[lis
 
     Example:
         >>> best_fit([3, 9, 5, 6, 2, 5], row=8)
-        [[3, 4], [2, 0], [5]]
+        [[3, 4], [2], [5, 0]]
     """
     given = np.asarray(lengths, np.int64)
     order = np.argsort(-given, kind="stable")
