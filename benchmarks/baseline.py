@@ -8,6 +8,7 @@ model is not modified. It is built to be hard to beat:
   Each linear that takes a tensor of its own reduces the gradient of it: that would be five backward.
 - Between linears everything is a plain tensor: norms, attention and residuals pay no DTensor dispatch. AdamW is fused
   and steps the local shards, which gives the same numbers as on DTensors.
+- Tensor and sequence parallelism are PyTorch's styles, or Megatron's schedule (`benchmarks.megatron`).
 - FSDP2 gathers on streams of its own, and more groups ahead than it does unasked. On CPU streams do nothing, and its collectives block;
   where speed is measured (`benchmarks.slow_motion`), they are those of CUDA.
 """
@@ -37,7 +38,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import megatron
+
 IGNORED = -100  # the label that Hugging Face's loss leaves out
+# How activations lie between linears: whole on each tensor rank, or cut by their tokens, by PyTorch's styles or as Megatron does.
+Tensors = Literal["replicated", "sequence-parallel", "megatron"]
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,7 @@ def build(
     layout: Layout,
     *,
     activation_checkpointing: bool = False,
-    sequence_parallel: bool = False,
+    tensors: Tensors = "replicated",
     reshard_after_forward: bool = True,
     prefetch_depth: int = 1,
     precision: Literal["fp32", "bf16"] = "fp32",
@@ -201,7 +206,7 @@ def build(
     mesh, _ = make_meshes(layout)
 
     if layout.tensor > 1:
-        plan = _plan(model, Shard(1) if sequence_parallel else Replicate())
+        plan = _plan(model, tensors)
         # Every rank has drawn the same weights: each cuts out its own part, nothing is sent.
         parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
     placements = {n: p.placements if isinstance(p, DTensor) else None for n, p in model.named_parameters()}
@@ -224,7 +229,7 @@ def build(
 
     # DDP makes plain tensors of DTensors here and takes them out of the modules in the first forward.
     parameters = {n: _Parameter(p, placements[n]) for n, p in model.named_parameters()}
-    cut_sequence = sequence_parallel and layout.tensor > 1
+    cut_sequence = tensors != "replicated" and layout.tensor > 1
     return Baseline(
         wrapped,
         layout,
@@ -278,12 +283,13 @@ def _local(tensor: Tensor) -> Tensor:
 # -- tensor parallelism ---------------------------------------------------------------------------------------------------
 
 
-def _plan(model: LlamaForCausalLM, outside: Replicate | Shard) -> dict[str, ParallelStyle]:
-    """Column- and row-parallel linears; ``outside`` says how activations lie between them.
+def _plan(model: LlamaForCausalLM, tensors: Tensors) -> dict[str, ParallelStyle]:
+    """Column- and row-parallel linears.
 
-    Replicated, or cut along the sequence: then norms and residuals are as well, and each all-reduce becomes an
+    If activations are cut along the sequence, norms and residuals are as well, and each all-reduce becomes an
     all-gather and a reduce-scatter.
     """
+    outside = Replicate() if tensors == "replicated" else Shard(1)
     plan: dict[str, ParallelStyle] = {
         # Cut over its features: gathering them sends half of what summing over a cut vocabulary does, and DTensor's
         # gradient of a cut vocabulary is that of the whole one on every rank. The output stays a DTensor: it has the
@@ -294,9 +300,21 @@ def _plan(model: LlamaForCausalLM, outside: Replicate | Shard) -> dict[str, Para
         ),
         "lm_head": ColwiseParallel(input_layouts=outside, output_layouts=Shard(-1), use_local_output=False),
     }
+    if tensors == "megatron":
+        plan["lm_head"] = megatron.Columns()
     for i in range(len(model.model.layers)):
-        plan |= _layer_plan(f"model.layers.{i}", outside)
+        name = f"model.layers.{i}"
+        plan |= _megatron_layer_plan(name) if tensors == "megatron" else _layer_plan(name, outside)
     return plan
+
+
+def _megatron_layer_plan(name: str) -> dict[str, ParallelStyle]:
+    return {
+        f"{name}.self_attn": megatron.Columns("q_proj", "k_proj", "v_proj"),
+        f"{name}.mlp": megatron.Columns("gate_proj", "up_proj"),
+        f"{name}.self_attn.o_proj": megatron.Rows(),
+        f"{name}.mlp.down_proj": megatron.Rows(),
+    }
 
 
 def _layer_plan(name: str, outside: Replicate | Shard) -> dict[str, ParallelStyle]:

@@ -2,7 +2,7 @@
 
 Training steps (forward, backward, AdamW) of four blocks of Llama 8B in bf16, on a cluster in slow motion (`benchmarks.slow_motion`), each
 pair in turns in one run. PyTorch's side has FSDP2 with prefetch on its streams, and `parallelize_module` with sequence parallelism and
-`loss_parallel` (`benchmarks.baseline`).
+`loss_parallel`, in PyTorch's styles and in Megatron's schedule (`benchmarks.baseline`).
 
     x       x = 2 / `parallelize_module`, in a node                                      at most 0.95
     z       z = 2, fsdp2 weights / FSDP2, in a node                                      at most 1.02
@@ -23,9 +23,9 @@ import argparse
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
-from benchmarks.baseline import Layout
+from benchmarks.baseline import Layout, Tensors
 from benchmarks.cluster import why_not
 from benchmarks.slow_motion import steps
 from benchmarks.slow_motion.conductor import MOST_CPU, Orchestra, Played
@@ -86,9 +86,8 @@ def measure(part: Part, rounds: int) -> tuple[Cluster, float, dict[str, Played]]
         trained, apart = make(**plain), make(optimizes=False, **plain)
         floor_s = sum(map(max, apart.by_phase(steps.price_of(cluster)))) + trained.work_s() - apart.work_s()
     programs = {"ours": ours}
-    for by_tokens in (True, False) if part.layout.tensor > 1 else (False,):
-        name = "theirs, sequence-parallel" if by_tokens else "theirs"
-        programs[name] = steps.stock(JOB, part.layout, cluster, sequence_parallel=by_tokens)
+    for tensors in get_args(Tensors) if part.layout.tensor > 1 else ("replicated",):
+        programs[f"theirs, {tensors}"] = steps.stock(JOB, part.layout, cluster, tensors=tensors)
     scale = scale_of(cluster, ours.work_s(), STEP_S)
     with Orchestra(cluster, part.nodes, scale, programs) as orchestra:
         return cluster, floor_s, orchestra.play(rounds)

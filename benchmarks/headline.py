@@ -3,7 +3,8 @@
 Four nodes of four devices, with the proportions of three clusters (`benchmarks.slow_motion`), in two regimes: a global batch large enough
 for any split, and the strong-scaling limit, where it has so few sequences that tensor parallelism has to leave the node. Ours: every grid
 (data, z, y, x) that the batch allows, with and without batch-split overlap, with streamed weights and with FSDP2's. Theirs: every split of FSDP2 (HSDP
-included; one shard stands for DDP) x `parallelize_module`, with prefetch, with and without sequence parallelism, weights gathered again or kept (`benchmarks.baseline`).
+included; one shard stands for DDP) x `parallelize_module`, with prefetch, without and with sequence parallelism, in PyTorch's styles and as Megatron
+does it, weights gathered again or kept (`benchmarks.baseline`).
 All are estimated; the best of each side are played, and the fastest of them compared.
 
     python -m benchmarks.headline
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks import baseline
 from benchmarks.cluster import why_not
@@ -75,17 +76,17 @@ def theirs(job: steps.Job, cluster: Cluster) -> dict[str, Callable[[], Program]]
         global_batch=job.sequences,
     )
     for layout in layouts:
-        for by_tokens in (True, False) if layout.tensor > 1 else (False,):
+        for tensors in get_args(baseline.Tensors) if layout.tensor > 1 else ("replicated",):
             for reshards in (True, False) if layout.shards > 1 else (False,):
                 words = f"theirs {layout}"
-                words += ", sequence-parallel" if by_tokens else ""
+                words += f", {tensors}" if tensors != "replicated" else ""
                 words += ", gathered again" if reshards else ""
                 makers[words] = partial(
                     steps.stock,
                     job,
                     layout,
                     cluster,
-                    sequence_parallel=by_tokens,
+                    tensors=tensors,
                     reshard_after_forward=reshards,
                 )
     return makers

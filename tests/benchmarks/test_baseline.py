@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.baseline import Baseline, Layout, build, layouts
+from benchmarks.baseline import Baseline, Layout, Tensors, build, layouts
 from benchmarks.ranks import RankPool
 
 pytestmark = pytest.mark.nightly
@@ -96,16 +96,18 @@ def test_losses_and_gradients_are_those_of_one_process(pool: RankPool, layout: L
     assert_exact(pool, layout, {})
 
 
+@pytest.mark.parametrize("tensors", ["sequence-parallel", "megatron"])
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.tensor > 1], ids=str)
-def test_so_are_those_of_a_cut_sequence(pool: RankPool, layout: Layout) -> None:
-    assert_exact(pool, layout, {"sequence_parallel": True})
+def test_so_are_those_of_a_cut_sequence(pool: RankPool, layout: Layout, tensors: Tensors) -> None:
+    assert_exact(pool, layout, {"tensors": tensors})
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"activation_checkpointing": True, "prefetch_depth": 2},
-        {"activation_checkpointing": True, "sequence_parallel": True, "reshard_after_forward": False},
+        {"activation_checkpointing": True, "tensors": "sequence-parallel", "reshard_after_forward": False},
+        {"activation_checkpointing": True, "tensors": "megatron", "prefetch_depth": 2},
     ],
     ids=lambda options: " ".join(options),
 )

@@ -98,7 +98,7 @@ def test_stock_pytorch_gathers_once_if_weights_are_kept():
     counts = {}
     for reshards in (True, False):
         program = steps.stock(
-            job, Layout(1, 2, 2), CLUSTER, sequence_parallel=True, reshard_after_forward=reshards
+            job, Layout(1, 2, 2), CLUSTER, tensors="sequence-parallel", reshard_after_forward=reshards
         )
         over_shards = [kind for _, kind, group, _ in program.sends() if group == [2, 2]]
         counts[reshards] = over_shards.count("all_gather")
