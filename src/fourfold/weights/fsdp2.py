@@ -81,7 +81,7 @@ class Fsdp2Weights:
     def read(self, module: nn.Module, key: str, axes: tuple[Axis, ...], by_sibling: bool) -> Tensor:
         block = cast(Tensor, module._parameters[key])
         if not torch.compiler.is_compiling():  # otherwise `call_graph` has done it
-            block = local_tensor(block)
+            (block,) = local_tensors((block,))
         for axis in axes:
             block = sum_backward(block, self._collectives, axis, "replica", getattr(module, "name", key))
         return block
@@ -93,8 +93,7 @@ class Fsdp2Weights:
         places = [(parameters, key) for parameters, key in self._places[block] if parameters[key] is not None]
         held = [cast(Tensor, parameters[key]) for parameters, key in places]
         # A graph would take DTensors apart at each call.
-        tensors = [local_tensor(p) for p in held]
-        with holding(places, tensors):
+        with holding(places, local_tensors(held)):
             return graph()
 
     @contextmanager
@@ -167,23 +166,29 @@ def _check_output(module: nn.Module, args: Any, output: Any) -> None:
         )
 
 
-def local_tensor(parameter: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):  # x = y = 1
-        return parameter
-    return cast(Tensor, _Local.apply(parameter))  # type: ignore[no-untyped-call]
+def local_tensors(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Those of DTensors; with x = y = 1 parameters are plain tensors."""
+    if not parameters or not isinstance(parameters[0], DTensor):
+        return parameters
+    return cast(Sequence[Tensor], _Local.apply(*parameters))  # type: ignore[no-untyped-call]
 
 
 class _Local(torch.autograd.Function):
-    """A DTensor's local tensor. `to_local` does the same, and takes the placements apart in each backward."""
+    """Local tensors of DTensors. `to_local` does the same for one, and takes the placements apart in each backward."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
-        return parameter._local_tensor.view_as(parameter._local_tensor)
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [parameter._spec for parameter in parameters]
+        locals_ = [parameter._local_tensor for parameter in parameters]
+        return tuple(local.view_as(local) for local in locals_)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> DTensor:
-        return DTensor(gradients[0], ctx.spec, requires_grad=False)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(
+            None if gradient is None else DTensor(gradient, spec, requires_grad=False)
+            for gradient, spec in zip(gradients, ctx.specs, strict=True)
+        )
 
 
 def _check_tied(model: nn.Module, groups: Sequence[nn.Module]) -> None:
