@@ -7,6 +7,7 @@ There the gradient is returned in flight, and the node that `await_gradient` put
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,34 +18,47 @@ from fourfold.mesh.collectives import Collectives, Pending, Purpose, by_number
 from fourfold.mesh.kept import block_results
 from fourfold.mesh.operators import traced
 
+Gradients = Sequence[Tensor | None]
 
-def put_in_flight(gradient: Tensor, pending: Pending) -> Tensor:
-    """Return ``gradient`` from a backward before ``pending`` is complete; `await_gradient` stands in front."""
-    gradient._pending = pending  # type: ignore[attr-defined]
+
+def put_in_flight(
+    gradient: Tensor, pending: Pending, of_weights: Callable[[], Gradients] | None = None
+) -> Tensor:
+    """Return ``gradient`` from a backward before ``pending`` is complete, and the gradients of weights before they are computed.
+
+    `await_gradient` stands in front.
+    """
+    gradient._in_flight = pending, of_weights  # type: ignore[attr-defined]
     return gradient
 
 
 class _AwaitGradient(torch.autograd.Function):
-    """Precedes an operation, so follows it in backward: there the gradient of its input has to be complete."""
+    """Precedes an operation, so follows it in backward: there the gradients of its input and of its weights have to be complete."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor) -> Tensor:
-        return input.view_as(input)
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        pending: Pending | None = gradients[0].__dict__.pop("_pending", None)
-        if pending is not None:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_input, *of_weights = gradients
+        in_flight = None if of_input is None else of_input.__dict__.pop("_in_flight", None)
+        if in_flight is not None:
+            pending, compute = in_flight
+            of_weights = of_weights if compute is None else compute()
             pending.wait()
-        return gradients[0]
+        return of_input, *of_weights
 
 
-def await_gradient(input: Tensor, collectives: Collectives) -> Tensor:
-    """``input`` for an operation whose backward returns the gradient in flight."""
-    input = cast(Tensor, _AwaitGradient.apply(input))  # type: ignore[no-untyped-call]
+def await_gradient(
+    input: Tensor, collectives: Collectives, weights: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """``input`` and ``weights`` for an operation whose backward returns the gradient of the first in flight."""
+    tensors = cast(tuple[Tensor, ...], _AwaitGradient.apply(input, *weights))  # type: ignore[no-untyped-call]
     if collectives.interleaving is not None:
         collectives.interleaving.begin_section()
-    return input
+    return tensors
 
 
 class _Sum(torch.autograd.Function):
@@ -118,7 +132,7 @@ def _sum(
         )
     deferred = in_backward and collectives.interleaving is not None and _is_large(purpose)
     if deferred:
-        tensor = await_gradient(tensor, collectives)
+        (tensor,) = await_gradient(tensor, collectives)
     arguments = (tensor, collectives, axis, purpose, module, (in_forward, in_backward), deferred)
     return cast(Tensor, _Sum.apply(*arguments))  # type: ignore[no-untyped-call]
 

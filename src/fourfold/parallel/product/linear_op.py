@@ -7,12 +7,13 @@ In float8 (`float8/operands.py`) the operands of O and dI are quantised after th
 
 An adapter (`lora.py`) adds s (I A^T) B^T to this rank's part of O before it is reduced, and s (dO B) A to its part of dI.
 
-The function is complete when it returns; its backward may leave the gradient of the input in flight (`mesh/reductions.py`).
+The function is complete when it returns; its backward may leave the gradient of the input in flight, and with two half-batches the
+gradients of the weights to be computed (`mesh/reductions.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -43,6 +44,7 @@ class _ShardedProduct(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient to gather
         results = block_results()
         ctx.product, ctx.input_shape, ctx.deferred = product, input.shape, deferred
+        ctx.postpones_weights = deferred and product.collectives.interleaving is not None
         ctx.keeps_input = product.overlap.keep_inputs
         own = input.reshape(-1, input.shape[-1])
         known = results.known(input.device) if results is not None else None
@@ -57,7 +59,7 @@ class _ShardedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         full, *weights = ctx.saved_tensors
-        input_gradient, pending, weight_gradients = product_gradients(
+        input_gradient, pending, of_weights = product_gradients(
             ctx.product,
             full,
             weights,
@@ -67,6 +69,11 @@ class _ShardedProduct(torch.autograd.Function):
             ctx.needs_input_grad[4:],
             keeps_input=ctx.keeps_input,
         )
+        if input_gradient is not None and ctx.postpones_weights:
+            # Autograd wants tensors of these shapes here. Nobody reads them.
+            stand_ins = [w.new_empty(()).expand_as(w) for w in weights]
+            return (put_in_flight(input_gradient, pending, of_weights), None, None, None, *stand_ins)
+        weight_gradients = of_weights()
         if input_gradient is not None and ctx.deferred:
             input_gradient = put_in_flight(input_gradient, pending)
         else:
@@ -84,8 +91,8 @@ def product_gradients(
     wants_weights: Sequence[bool],
     *,
     keeps_input: bool,
-) -> tuple[Tensor | None, Pending, list[Tensor | None]]:
-    """(the gradient of the input, which is complete after a wait, those of the weights); ``full`` is gathered if it was kept."""
+) -> tuple[Tensor | None, Pending, Callable[[], list[Tensor | None]]]:
+    """(the gradient of the input, which is complete after a wait; what computes those of the weights); ``full`` is gathered if it was kept."""
     overlap = product.overlap
     pending_input = Pending()
     if not keeps_input:
@@ -116,27 +123,30 @@ def product_gradients(
             pending.wait()
         input_gradient = input_gradient.view(input_shape)
 
-    # dW = dO^T I: complete, because only this rank holds the block; meanwhile dI is reduced.
-    pending_input.wait()
-    weight_gradients: list[Tensor | None] = [None] * len(weights)
-    for member, gradient in arrived.items():
-        span = product.spans[member]
-        if any(wants_weights[span]):
-            made = [torch.empty_like(w) for w in weights[span]]
-            weight_gradients[span] = made
-            out_by_in = [m.t() for m in made] if product.transposed else made
-            for out, i, block in _terms(gradient, out_by_in, len(full)):
-                torch.mm(out.t(), full[i], out=block)
-        if member in low_gradients:
-            adapter = cast(Adapter, product.adapter(member))
-            back = low_gradients[member].t()
-            weight_gradients[adapter.a] = torch.cat([torch.mm(back, part) for part in _each(full)], dim=1)
-            made = [torch.empty_like(w) for w in weights[adapter.b]]
-            weight_gradients[adapter.b] = made
-            low = _low_rank(adapter, full, weights)
-            for out, _, block in _terms(gradient, made, 1):
-                torch.mm(out.t(), low, out=block)
-    return input_gradient, pending, weight_gradients
+    def of_weights() -> list[Tensor | None]:
+        # dW = dO^T I: complete, because only this rank holds the block; meanwhile dI is reduced.
+        pending_input.wait()
+        weight_gradients: list[Tensor | None] = [None] * len(weights)
+        for member, gradient in arrived.items():
+            span = product.spans[member]
+            if any(wants_weights[span]):
+                made = [torch.empty_like(w) for w in weights[span]]
+                weight_gradients[span] = made
+                out_by_in = [m.t() for m in made] if product.transposed else made
+                for out, i, block in _terms(gradient, out_by_in, len(full)):
+                    torch.mm(out.t(), full[i], out=block)
+            if member in low_gradients:
+                adapter = cast(Adapter, product.adapter(member))
+                back = low_gradients[member].t()
+                weight_gradients[adapter.a] = torch.cat([torch.mm(back, part) for part in _each(full)], dim=1)
+                made = [torch.empty_like(w) for w in weights[adapter.b]]
+                weight_gradients[adapter.b] = made
+                low = _low_rank(adapter, full, weights)
+                for out, _, block in _terms(gradient, made, 1):
+                    torch.mm(out.t(), low, out=block)
+        return weight_gradients
+
+    return input_gradient, pending, of_weights
 
 
 def sharded_product(
@@ -146,7 +156,10 @@ def sharded_product(
     interleaving = product.collectives.interleaving
     deferred = product.out_ranks > 1 and (product.defers or interleaving is not None)
     if deferred:
-        input = await_gradient(input, product.collectives)
+        # Meanwhile the gradients of the weights are computed; those of a half-batch, while the other half sends, too.
+        postponed = weights if interleaving is not None else ()
+        input, *others = await_gradient(input, product.collectives, postponed)
+        weights = others or weights
     outputs = cast(
         tuple[Tensor, ...],
         _ShardedProduct.apply(input, product, shapes, deferred, *weights),  # type: ignore[no-untyped-call]
