@@ -30,6 +30,7 @@ from fourfold.config.describe import sized_model_config
 from fourfold.dry_run.run import dryrun
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.parallelize import parallelize
+from fourfold.weights.overlap import Overlap
 
 GRID = (1, 2, 2, 2)
 MARGIN_MB = 50.0
@@ -79,9 +80,10 @@ DRY_RUNS = (
     ("8B on z=8, 8,192 tokens a rank", (1, 8, 1, 1), 8, 8192, 17.0),
     ("8B on z=8, x=8, 131,072 tokens a rank", (1, 8, 1, 8), 8, 131_072, 12.0),
 )
-# Each dry run is repeated with moments in bf16, and with block inputs on the host.
+# Each dry run is repeated with inputs of linears gathered again in backward, with block inputs on the host, and with moments in bf16.
 WAYS: dict[str, dict[str, Any]] = {
     "AdamW": {},
+    "inputs gathered again": {"overlap": Overlap(keep_inputs=False)},
     "inputs offloaded": {"activation_offloading": True},
     "adamw-bf16": {"optimizer": "adamw-bf16"},
     "both": {"optimizer": "adamw-bf16", "activation_offloading": True},
