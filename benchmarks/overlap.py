@@ -144,6 +144,7 @@ def draw(results: list[Result], path: Path) -> None:
         panel.axhline(THRESHOLDS[axis], color="black", linestyle="--", linewidth=1)
         panel.set_title(f"{axis} = 2", fontsize=10)
         panel.set_xticks(range(len(names)), names, rotation=35, ha="right")
+    panels[0][0].margins(y=0.25)  # for the legend
     panels[0][0].set_ylabel("step / floor of one step's schedule")
     panels[0][-1].legend(fontsize=8, loc="upper right")
     figure.suptitle(
