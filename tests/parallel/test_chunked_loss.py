@@ -191,3 +191,25 @@ def lose_a_chunk(shape: Shape) -> bool:
 
 def test_a_wrong_gradient_of_a_chunk_is_found(pool: RankPool) -> None:
     assert pool.run(lose_a_chunk, 2, (1, 1, 1, 2)) == [True, True]
+
+
+def uneven_pieces() -> tuple[float, float]:
+    """A vocabulary that x does not divide, and many tokens: ranks of other widths send as much at a time."""
+    grid = Grid.create((1, 1, 1, 2))
+    widths = [len(range(VOCABULARY)[i::2]) for i in range(2)]
+    assert widths[0] != widths[1]
+    model, stock = build("llama"), build("llama")
+    ff.parallelize(model, grid)
+    ids, labels = labelled()
+    real = chunked_loss.piece_tokens
+    chunked_loss.piece_tokens = lambda columns: 2 if columns == max(widths) else 3  # type: ignore[assignment]
+    try:
+        found = model(input_ids=ids, labels=labels).loss
+    finally:
+        chunked_loss.piece_tokens = real
+    return float(found.detach()), float(stock(input_ids=ids, labels=labels).loss.detach())
+
+
+def test_ranks_with_other_widths_of_the_vocabulary_send_equal_pieces(pool: RankPool) -> None:
+    for found, wanted in pool.run(uneven_pieces, 2):
+        assert found == pytest.approx(wanted, rel=1e-6)

@@ -91,6 +91,9 @@ class _ChunkedLoss(torch.autograd.Function):
         mine = grid.coordinate(product.in_axis) if groups > 1 else 0
         size = chunk_tokens(vocabulary, grid.size(product.out_axis), full.element_size()) // groups
         size = max(1, size)
+        piece = piece_tokens(
+            -(-vocabulary // grid.size(product.out_axis))
+        )  # equal on all ranks, as the chunk
         total = torch.zeros((), device=input.device)
         input_gradient = torch.empty_like(tokens) if wants_input else None
         of_weight = _WeightGradient(block) if wants_weight else None
@@ -105,7 +108,7 @@ class _ChunkedLoss(torch.autograd.Function):
             elif product.in_ranks > 1:
                 _wait(product, product.reduce(logits, logits, product.in_axis, leave))
             label = labels[mine, begin : begin + size]
-            total += _token_losses(logits, label, first, ignore_index, share, product, any(wants))
+            total += _token_losses(logits, label, first, ignore_index, share, product, piece, any(wants))
             if not any(wants):
                 continue
             gradient = logits
@@ -206,14 +209,14 @@ def _token_losses(
     ignore_index: int,
     share: Tensor,
     product: Product,
+    size: int,
     wants_gradient: bool,
 ) -> Tensor:
     """The sum of the losses of these tokens. Writes the gradients of the logits over them.
 
-    By pieces, because what is in between is in fp32.
+    By pieces of ``size`` tokens, because what is in between is in fp32.
     """
     total = torch.zeros((), device=logits.device)
-    size = piece_tokens(logits.shape[-1])
     for piece, label in zip(logits.split(size), labels.split(size), strict=True):
         found = softmax_over_ranks(
             piece,
