@@ -49,22 +49,25 @@ def run_config_page() -> str:
 
 TRAINER_ARGUMENTS = """# Trainer arguments
 
-What each field of `transformers.TrainingArguments` and of TRL's `SFTConfig` means for a trainer [on a grid](../how-to/hugging-face.md). A field that is
+What each field of `transformers.TrainingArguments`, and of TRL's `SFTConfig` and `DPOConfig`, means for a trainer [on a grid](../how-to/hugging-face.md). A field that is
 refused with a value other than its default raises an `UnsupportedError` with these words before anything is loaded.
 """
 
 
 def trainer_arguments_page() -> str:
-    from fourfold.integrations.hf.arguments import FIELDS
+    from fourfold.integrations.hf.arguments import DPO_FIELDS, FIELDS
 
+    others = f"## DPOConfig\n\nFields that `DPOTrainer` has beside these, or means something else by.\n\n{_fields(DPO_FIELDS)}"
+    return f"{GENERATED}\n{TRAINER_ARGUMENTS}\n{_fields(FIELDS)}\n\n{others}\n"
+
+
+def _fields(fields: dict[str, Any]) -> str:
     changed = [
-        f"| `{name}` | {field.verdict} | {field.words} |"
-        for name, field in FIELDS.items()
-        if field.verdict != "works"
+        f"| `{name}` | {field.verdict} | {field.words} |" for name, field in fields.items() if field.words
     ]
-    works = ", ".join(f"`{name}`" for name, field in FIELDS.items() if field.verdict == "works")
+    works = ", ".join(f"`{name}`" for name, field in fields.items() if not field.words)
     table = "\n".join(["| field | | |", "|---|---|---|", *changed])
-    return f"{GENERATED}\n{TRAINER_ARGUMENTS}\n{table}\n\nThese work as they do without a grid: {works}.\n"
+    return f"{table}\n\nThese work as they do without a grid: {works}."
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------

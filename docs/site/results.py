@@ -85,7 +85,7 @@ CHECKS = {
             "nightly",
         ),
         Check(
-            "`Trainer`, TRL's `SFTTrainer` and Lightning's trainer, with evaluation, chats, packing and resuming on another grid, as in one process",
+            "`Trainer`, TRL's `SFTTrainer` and `DPOTrainer`, Lightning's trainer and Fabric, with evaluation, chats, packing and resuming on another grid, as in one process",
             "trainers",
             "losses, gradient norms and weights 1e-5",
             "nightly",

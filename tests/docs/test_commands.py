@@ -47,6 +47,8 @@ ELSEWHERE = {
 EXAMPLES = {
     "examples/custom_loop.py": "tests/docs/test_examples.py::test_the_custom_loop_has_the_losses_of_the_stock_loop",
     "examples/custom_module.py": "tests/docs/test_examples.py::test_the_custom_module_trains_like_plain_pytorch",
+    "examples/dpo.py": "tests/integrations/test_example.py::test_the_example_of_dpo_aligns_a_model",
+    "examples/fabric_loop.py": "tests/integrations/test_lightning.py::test_the_example_trains_as_in_one_process",
     "examples/lightning_module.py": "tests/integrations/test_lightning.py::test_the_example_trains_as_in_one_process",
     "examples/sft.py": "tests/integrations/test_example.py::test_the_example_fine_tunes_a_chat_model",
 }

@@ -1,4 +1,4 @@
-"""The example of TRL's trainer on a grid runs as the page shows it."""
+"""The examples of TRL's trainers on a grid run as the page shows them."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.nightly
 def test_the_example_fine_tunes_a_chat_model(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     prepared.small_pretrained(tmp_path / "my-model", ["a question", "an answer"] * 100)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "my-model")
@@ -32,9 +32,25 @@ def test_the_example_fine_tunes_a_chat_model(tmp_path: Path) -> None:
         ]
     }
     (tmp_path / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 16)
+    run("sft.py", "chats.jsonl", tmp_path)
+
+
+@pytest.mark.nightly
+def test_the_example_of_dpo_aligns_a_model(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    prepared.small_pretrained(tmp_path / "my-model", ["a question", "an answer"] * 100)
+    pair = {"prompt": "a question", "chosen": " an answer" * 20, "rejected": " a question" * 10}
+    (tmp_path / "preferences.jsonl").write_text((json.dumps(pair) + "\n") * 4)
+    run("dpo.py", "preferences.jsonl", tmp_path)
+
+
+def run(example: str, data: str, folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-    command += [str(ROOT / "examples/sft.py"), "my-model", "chats.jsonl", "1,2,1,2"]
+    command += [str(ROOT / "examples" / example), "my-model", data, "1,2,1,2"]
     settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"}
-    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    AutoModelForCausalLM.from_pretrained(tmp_path / "sft")
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(folder / example.removesuffix(".py"))

@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from benchmarks import trainers
 from benchmarks.ranks import RankError, RankPool
+from benchmarks.trainers import runs
+from benchmarks.trainers.faults import FAULTS
+from benchmarks.trainers.outcome import BAR, worst_error
 from fourfold.errors import UnsupportedError
 from fourfold.integrations.hf import GridAccelerator, trainer
-from fourfold.integrations.hf.arguments import FIELDS, translate
+from fourfold.integrations.hf.arguments import DPO_FIELDS, FIELDS, translate
 from fourfold.mesh.axes import AXES
 from fourfold.mesh.grid import Grid
 
@@ -25,6 +27,7 @@ class OnPaper:
     """The sizes of a grid."""
 
     x = y = 2
+    batch_ranks = 4
 
     def __str__(self) -> str:
         return f"({', '.join(AXES)})"
@@ -45,9 +48,10 @@ def test_every_field_has_a_verdict() -> None:
 
 
 @pytest.mark.nightly
-def test_every_field_of_sft_has_a_verdict() -> None:
+@pytest.mark.parametrize(("config", "known"), [("SFTConfig", FIELDS), ("DPOConfig", FIELDS | DPO_FIELDS)])
+def test_every_field_of_trl_has_a_verdict(config: str, known: dict[str, Any]) -> None:
     trl = pytest.importorskip("trl")
-    assert sorted({f.name for f in fields(trl.SFTConfig)} - set(FIELDS)) == []
+    assert sorted({f.name for f in fields(getattr(trl, config))} - set(known)) == []
 
 
 def test_the_defaults_are_taken() -> None:
@@ -64,6 +68,39 @@ def test_a_refused_field_is_named_with_the_way_out(name: str) -> None:
     assert FIELDS[name].words in str(error.value)
     for value in FIELDS[name].allowed:
         translate(given(**{name: value}), GRID)
+
+
+class DPOConfig(TrainingArguments):
+    """Known by the name of TRL's."""
+
+
+@pytest.mark.parametrize("name", [name for name, field in DPO_FIELDS.items() if field.verdict == "refused"])
+def test_a_refused_field_of_dpo_is_named_with_the_way_out(name: str) -> None:
+    args = DPOConfig(output_dir="out", use_cpu=True, report_to=[])
+    setattr(args, name, "another")
+    with pytest.raises(UnsupportedError, match=f"{name}='another'") as error:
+        translate(args, GRID)
+    assert DPO_FIELDS[name].words in str(error.value)
+    for value in DPO_FIELDS[name].allowed:
+        setattr(args, name, value)
+        translate(args, GRID)
+
+
+def test_a_loss_that_is_not_a_mean_over_pairs_needs_the_whole_batch() -> None:
+    args = DPOConfig(output_dir="out", use_cpu=True, report_to=[])
+    args.loss_type = ["sigmoid", "sft"]
+    with pytest.raises(UnsupportedError, match=r"loss_type=.*sft is not a mean over pairs.*data\*z=4"):
+        translate(args, GRID)
+    args.loss_type = ["sigmoid", "ipo"]
+    translate(args, GRID)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_a_launcher_that_places_models_itself_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = given()
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    with pytest.raises(UnsupportedError, match=f"ACCELERATE_USE_{kind}=true.*plain `accelerate launch`"):
+        trainer(Trainer)(model=object(), args=args, grid=(1, 1, 1, 1))
 
 
 def test_what_is_translated_is_off_for_the_trainer() -> None:
@@ -105,42 +142,35 @@ def test_only_trainers_are_put_on_a_grid() -> None:
 def test_a_trainer_trains_evaluates_saves_and_resumes_as_in_one_process(
     pool: RankPool, tmp_path: Path
 ) -> None:
-    (stock,) = pool.run(trainers.alone, 1, "Trainer")
+    (stock,) = pool.run(runs.alone, 1, "Trainer")
     for shape, resumes in ((FIRST, False), (SECOND, True)):
-        found = pool.run(trainers.on_grid, 4, "Trainer", shape, str(tmp_path), None, resumes)[0]
-        assert max(trainers.worst_error(found, stock)) <= trainers.BAR
+        found = pool.run(runs.on_grid, 4, "Trainer", shape, str(tmp_path), None, resumes)[0]
+        assert max(worst_error(found, stock)) <= BAR
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("fault", "name"),
-    [
-        ("repeated-rows", "Trainer"),
-        ("mask", "SFTTrainer"),
-        ("documents", "SFTTrainer, packed"),
-        ("optimizer-state", "Trainer"),
-        ("adapter-sum", "Trainer, LoRA"),
-    ],
+    ("fault", "name"), [(fault, name) for fault, names in FAULTS.items() for name in names]
 )
 def test_a_planted_fault_is_found(fault: str, name: str, pool: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     pytest.importorskip("peft")
-    (stock,) = pool.run(trainers.alone, 1, name)
+    (stock,) = pool.run(runs.alone, 1, name)
     errors = []
     for shape, resumes in ((FIRST, False), (SECOND, True)):
         try:
-            found = pool.run(trainers.on_grid, 4, name, shape, str(tmp_path), fault, resumes)[0]
+            found = pool.run(runs.on_grid, 4, name, shape, str(tmp_path), fault, resumes)[0]
         except RankError:
             errors.append(float("inf"))
         else:
-            errors.append(max(trainers.worst_error(found, stock)))
-    assert max(errors) > trainers.BAR
+            errors.append(max(worst_error(found, stock)))
+    assert max(errors) > BAR
 
 
 def stream_on_a_grid(drop_last: bool) -> int:
     from torch.utils.data import DataLoader
 
-    with trainers.as_launched(torch.distributed.get_rank(), torch.distributed.get_world_size()):
+    with runs.as_launched(torch.distributed.get_rank(), torch.distributed.get_world_size()):
         accelerator = GridAccelerator(Grid.create((1, 2, 1, 1)), cpu=True)
         loader = accelerator.prepare(DataLoader(Stream(), batch_size=2, drop_last=drop_last))
         return sum(int(rows.sum()) for rows in loader)

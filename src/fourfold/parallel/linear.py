@@ -29,7 +29,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +91,7 @@ class FusedLinearGroup:
         self.grid, self.in_axis, self.out_axis, self.overlap = grid, in_axis, out_axis, overlap
         self.tokens = tokens
         self.members: list[Linear4D] = []
+        self.omits_adapters = False  # `without_adapters`
         self._mine = _Ready()
         self._traced = _Traced()
         self._product: Product | None = None
@@ -198,6 +201,8 @@ class FusedLinearGroup:
         input = self._own_tokens(input, members[0])
         for member in members:
             member.check_input(input)
+        if self.omits_adapters:
+            return input, replace(product, adapters=()), [w for m in members for w in m.local("weight")]
         return input, product, self._weights(members)
 
     def _weights(self, members: Sequence[Linear4D]) -> list[Tensor]:
@@ -403,3 +408,17 @@ class Linear4D(nn.Module):
         axes = f"{self.group.in_axis} -> {self.group.out_axis}"
         float8 = ", float8" if self.group.float8 else ""
         return f"in_features={self.in_features}, out_features={self.out_features}, {axes}{float8}"
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as it would without its adapters of LoRA, and without gradients."""
+    groups = {module.group for module in model.modules() if isinstance(module, Linear4D)}
+    for group in groups:
+        group.omits_adapters = True
+    try:
+        with torch.no_grad():  # a backward would come after the adapters are back
+            yield
+    finally:
+        for group in groups:
+            group.omits_adapters = False

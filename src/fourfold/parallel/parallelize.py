@@ -174,7 +174,8 @@ def arrange(
         check_device(grid, options.precision)
         in_float8, not_in_float8 = linears_in_float8(model)
 
-    if options.lora is not None:
+    is_frozen = not any(p.requires_grad for p in model.parameters())  # a reference, as DPO has
+    if options.lora is not None or is_frozen:
         freeze(model, options.precision)
 
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.

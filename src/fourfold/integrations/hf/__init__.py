@@ -8,6 +8,7 @@ Example:
 """
 
 from fourfold.integrations.hf.accelerator import GridAccelerator
-from fourfold.integrations.hf.trainer import GridTrainer, trainer
+from fourfold.integrations.hf.choose import trainer
+from fourfold.integrations.hf.trainer import GridTrainer
 
 __all__ = ["GridAccelerator", "GridTrainer", "trainer"]

@@ -1,4 +1,4 @@
-"""What each field of `TrainingArguments` and of TRL's `SFTConfig` means on a grid: it works, is translated, or is refused."""
+"""What each field of `TrainingArguments`, and of TRL's `SFTConfig` and `DPOConfig`, means on a grid: it works, is translated, or is refused."""
 
 from __future__ import annotations
 
@@ -129,19 +129,56 @@ FIELDS: dict[str, Field] = {
         "it would be the loss of a part of the batch; use 0 or leave it out", None, 0
     ),
 }
+# trl.DPOConfig, where it has other fields than SFTConfig, or means something else by them.
+DPO_FIELDS: dict[str, Field] = {
+    **_works(
+        *("disable_dropout", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef"),
+        *("label_smoothing", "beta", "use_weighting", "discopop_tau"),
+    ),
+    "loss_type": Field(
+        "works",
+        "with data * z > 1 without sft, aot and aot_unpaired, which are not a mean over pairs: ranks have different pairs",
+    ),
+    "router_aux_loss_coef": _refused(
+        "it would be the loss of a part of the batch; use 0, also for a model whose config has one", None, 0
+    ),
+    "padding_free": _refused("TRL does not do it, and pads; leave it out", False),
+    "precompute_ref_log_probs": _refused(
+        "it looks for earlier results by a hash of whole weights; leave it out: the reference is sharded like the model",
+        False,
+    ),
+    "precompute_ref_batch_size": _refused("as precompute_ref_log_probs; leave it out", None),
+    "sync_ref_model": _refused("the weights of the reference stay as they are; leave it out", False),
+    "ref_model_mixup_alpha": _refused("as sync_ref_model; leave it out", 0.6),
+    "ref_model_sync_steps": _refused("as sync_ref_model; leave it out", 512),
+}
+_NO_MEAN_OVER_PAIRS = {"sft", "aot", "aot_unpaired"}
+
+
+def fields_of(args: Any) -> dict[str, Field]:
+    """Those of TrainingArguments and SFTConfig, or of DPOConfig."""
+    is_dpo = any(kind.__name__ == "DPOConfig" for kind in type(args).__mro__)
+    return FIELDS | DPO_FIELDS if is_dpo else FIELDS
 
 
 def translate(args: Any, grid: Grid) -> tuple[Any, dict[str, Any]]:
     """(a copy of the arguments for the trainer, options for `parallelize`); a refused field is an error."""
     problems = [
         f"{name}={getattr(args, name)!r}: {field.words}"
-        for name, field in FIELDS.items()
+        for name, field in fields_of(args).items()
         if field.verdict == "refused" and hasattr(args, name) and getattr(args, name) not in field.allowed
     ]
     if getattr(args, "accelerator_config", None) is not None and args.accelerator_config.split_batches:
         problems.append(
             "accelerator_config.split_batches=True: batches are those of a rank; use per_device_train_batch_size"
         )
+    if isinstance(losses := getattr(args, "loss_type", None), list) and grid.batch_ranks > 1:
+        problems += [
+            f"loss_type={losses!r}: {loss} is not a mean over pairs, of which data*z={grid.batch_ranks} parts of the batch have "
+            "their own; use data=z=1, or another loss"
+            for loss in losses
+            if loss in _NO_MEAN_OVER_PAIRS
+        ]
     if problems:
         raise UnsupportedError(f"{type(args).__name__} on {grid}:\n" + "\n".join(problems))
     args = copy.copy(args)

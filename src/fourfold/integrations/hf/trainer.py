@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fourfold.checkpoint.save import Checkpoints
 from fourfold.checkpoint.state import TrainState
@@ -17,6 +17,7 @@ from fourfold.errors import UnsupportedError
 from fourfold.export.live import write_adapter, write_model
 from fourfold.integrations.hf.accelerator import GridAccelerator
 from fourfold.integrations.hf.arguments import translate
+from fourfold.integrations.hf.launcher import check_backends, check_rank
 from fourfold.mesh import agreements
 from fourfold.mesh.grid import Grid
 from fourfold.optim.sharded_optimizer import sharded_optimizer
@@ -28,8 +29,6 @@ from fourfold.parallel.report import Report
 from fourfold.weights.api import backend_of
 
 FOLDER = "fourfold"  # of a checkpoint: weights and optimizer states, for any grid
-# Their `compute_loss` is the loss that the model computes itself, and metrics.
-_LOSS_OF_THE_MODEL = ("transformers.", "trl.trainer.sft_trainer")
 IGNORED = -100
 
 
@@ -39,6 +38,8 @@ class GridTrainer:
     ``checkpoint`` and ``parallel`` are options of `parallelize`; others follow from the arguments (`arguments.FIELDS`).
     """
 
+    # Their `compute_loss` is the loss that the model computes itself, and metrics.
+    known_losses: tuple[str, ...] = ("transformers.", "trl.trainer.sft_trainer")
     model: Any
     args: Any
     optimizer: Any
@@ -49,15 +50,17 @@ class GridTrainer:
         self,
         model: Any = None,
         args: Any = None,
-        *positional: Any,
+        *,
         grid: Grid | tuple[int, int, int, int],
         checkpoint: str | Path | None = None,
         parallel: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         name = type(self).__name__
-        if args is None:
-            raise ValueError(f"{name}(args=None): pass TrainingArguments, or the config of the trainer")
+        if not isinstance(args, TrainingArguments):
+            raise ValueError(
+                f"{name}(args={type(args).__name__}): pass TrainingArguments, or the config of the trainer"
+            )
         for given in ("model_init", "compute_loss_func", "quantization_config"):
             if options.get(given) is not None:
                 raise UnsupportedError(f"{name}({given}=...) is not supported on a grid; {_INSTEAD[given]}")
@@ -65,13 +68,15 @@ class GridTrainer:
             raise UnsupportedError(
                 f"{name}(optimizers=...): an optimizer has to be made for the shards; use args.optim or optimizer_cls_and_kwargs"
             )
-        own = next(c for c in type(self).__mro__ if c is not GridTrainer and "compute_loss" in vars(c))
-        if not own.__module__.startswith(_LOSS_OF_THE_MODEL):
+        own = loss_of(type(self))
+        if not own.__module__.startswith(self.known_losses):
             raise UnsupportedError(
                 f"{own.__name__} computes a loss of its own, from logits of which a rank has only a part; use a trainer whose loss is "
-                "the model's"
+                "the model's, or TRL's DPOTrainer"
             )
+        check_backends()
         self.grid = grid if isinstance(grid, Grid) else Grid.create(grid)
+        check_rank(args)
         args, translated = translate(args, self.grid)
         if twice := sorted(set(translated) & set(parallel or {})):
             raise ValueError(f"{', '.join(twice)}: given in args and in parallel; give it once")
@@ -80,7 +85,7 @@ class GridTrainer:
         model, lora = _without_adapters(model, options.pop("peft_config", None))
         if lora is not None:
             self._options["lora"] = lora
-        super().__init__(model, args, *positional, **options)  # type: ignore[call-arg]
+        super().__init__(model=model, args=args, **options)  # type: ignore[call-arg]
         self.add_callback(_Seeds(self.grid))  # type: ignore[attr-defined]
 
     # -- set up ---------------------------------------------------------------------------------------------------------
@@ -89,10 +94,6 @@ class GridTrainer:
         """Trainer calls it first, with the model that it was given: here that becomes parallel."""
         self._accelerator_options: dict[str, Any] = {}
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # type: ignore[attr-defined]
-            raise UnsupportedError(
-                "accelerate is configured for FSDP or DeepSpeed; start with a plain `accelerate launch`, or with torchrun"
-            )
         self.accelerator = GridAccelerator(self.grid, **self._accelerator_options)
         self.gather_function = self.accelerator.gather_for_metrics
         if self.model is None:
@@ -294,17 +295,11 @@ def _without_adapters(model: Any, config: Any) -> tuple[Any, Lora | None]:
     return model.unload(), lora
 
 
-def trainer(kind: type[Trainer]) -> Any:
-    """The same trainer, on a grid: ``trainer(SFTTrainer)(model=..., args=..., grid=(1, 4, 2, 8), ...)``.
-
-    The model is a Hugging Face causal LM with fp32 weights; or it is built on ``meta``, and ``checkpoint`` names the folder of its weights. A run is resumed on
-    another grid by ``train(resume_from_checkpoint=...)``.
-
-    Example:
-        >>> from transformers import Trainer
-        >>> run = trainer(Trainer)(model=model, args=args, grid=grid, train_dataset=rows)  # doctest: +SKIP
-        >>> run.train()  # doctest: +SKIP
-    """
-    if not issubclass(kind, Trainer):
-        raise ValueError(f"{kind.__name__} is not a subclass of transformers.Trainer")
-    return type(f"Grid{kind.__name__}", (GridTrainer, kind), {"__doc__": kind.__doc__})
+def loss_of(kind: type) -> type:
+    """The class that says how a trainer computes its loss."""
+    return next(
+        c
+        for c in kind.__mro__
+        if not c.__module__.startswith("fourfold.integrations.")
+        and {"compute_loss", "_compute_loss"} & set(vars(c))
+    )

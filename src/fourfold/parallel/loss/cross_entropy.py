@@ -120,15 +120,18 @@ def token_log_probs(
         >>> of_rows.shape
         torch.Size([2])
     """
-    of_tokens, is_sequence_parallel = _token_losses(
-        logits, labels, grid, vocab_size, ignore_index, softcap, 0.0
-    )
-    if not is_sequence_parallel:
-        return -of_tokens
+    of_tokens, _ = _token_losses(logits, labels, grid, vocab_size, ignore_index, softcap, 0.0)
+    return tokens_of_all(-of_tokens, labels, grid)
+
+
+def tokens_of_all(of_tokens: Tensor, labels: Tensor, grid: Grid) -> Tensor:
+    """A number for each of this rank's tokens becomes one for each label, on all y ranks."""
+    if of_tokens.numel() == labels.numel():
+        return of_tokens
     # Its own tokens of each row; the sum with zeros puts those of all y ranks together.
     parts = of_tokens.new_zeros(of_tokens.shape[0], grid.y, of_tokens.shape[1])
     placed = parts.index_copy(
-        1, torch.tensor([grid.coordinate("y")], device=parts.device), -of_tokens[:, None]
+        1, torch.tensor([grid.coordinate("y")], device=parts.device), of_tokens[:, None]
     )
     return sum_forward(placed, grid.collectives, "y", "loss").reshape(labels.shape)
 
@@ -143,7 +146,7 @@ def _token_losses(
     z_loss: float,
 ) -> tuple[Tensor, bool]:
     """(-log p of the labels of this rank's tokens, whether these are a part of the tokens)."""
-    all_labels, labels = labels, _own_labels(logits, labels, grid)
+    all_labels, labels = labels, own_labels(logits, labels, grid)
     if logits.shape[:-1] != labels.shape:
         part = f", which may be those of 1/{grid.y} of the tokens" if grid.y > 1 else ""
         raise ValueError(
@@ -152,14 +155,14 @@ def _token_losses(
         )
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    first, vocabulary = _columns(logits, grid, vocab_size)
+    first, vocabulary = own_columns(logits, grid, vocab_size)
     # Checked on all labels, so that every rank raises: if only one did, the others would wait for it.
     check_range(all_labels.to(logits.device), vocabulary, "a label", ignore_index)
     arguments = (logits, labels.to(logits.device), first, ignore_index, z_loss, grid)
     return cast(Tensor, _TokenLoss.apply(*arguments)), labels is not all_labels  # type: ignore[no-untyped-call]
 
 
-def _own_labels(logits: Tensor, labels: Tensor, grid: Grid) -> Tensor:
+def own_labels(logits: Tensor, labels: Tensor, grid: Grid) -> Tensor:
     """The labels of the logits' tokens; with sequence-parallel activations a y rank has 1/y of them, in order."""
     rows = logits.shape[:-1]
     if grid.y == 1 or len(rows) != 2 or labels.numel() != grid.y * rows.numel():
@@ -168,7 +171,7 @@ def _own_labels(logits: Tensor, labels: Tensor, grid: Grid) -> Tensor:
     return labels.reshape(rows[0], grid.y, rows[1])[:, grid.coordinate("y")].contiguous()
 
 
-def _columns(logits: Tensor, grid: Grid, vocab_size: int | None) -> tuple[int | Tensor, int | Tensor]:
+def own_columns(logits: Tensor, grid: Grid, vocab_size: int | None) -> tuple[int | Tensor, int | Tensor]:
     """The first column of the vocabulary on this rank, and the number of columns on all ranks."""
     if vocab_size is None:
         widths = _widths(logits, grid)
