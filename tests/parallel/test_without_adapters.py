@@ -68,7 +68,7 @@ def steps_with_a_reference(shape: Shape, folder: Path, options: dict[str, Any]) 
         ((1, 1, 2, 2), {"weights": "streamed", "overlap": ff.Overlap(interleave=True)}),
         ((1, 2, 1, 2), {"weights": "fsdp2", "activation_checkpointing": "selective"}),
         ((2, 1, 2, 1), {"weights": "streamed", "activation_checkpointing": "full"}),
-        ((1, 1, 2, 2), {"weights": "fsdp2", "compile": True}),
+        pytest.param((1, 1, 2, 2), {"weights": "fsdp2", "compile": True}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_reference_without_adapters_is_exact(

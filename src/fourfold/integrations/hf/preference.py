@@ -116,6 +116,8 @@ class GridPreferenceTrainer(GridTrainer):
             raise UnsupportedError(f"{name}(compute_metrics=...): TRL passes it whole logits; leave it out")
         if getattr(args, "disable_dropout", False):  # TRL switches modules off, and adapters have none here
             options["peft_config"] = _without_dropout(options.get("peft_config"))
+            for adapter, config in getattr(model, "peft_config", {}).items():
+                cast(Any, model).peft_config[adapter] = _without_dropout(config)
         self._reference_checkpoint: str | Path | None = None
         if ref_model is not None:
             if any(p.is_meta for p in ref_model.parameters()):
