@@ -4,7 +4,7 @@ On each of 12 grids (1 to 8 ranks, odd ones among them; FSDP2 and streamed weigh
 projection and a vocabulary that divides over nothing trains three AdamW steps, is saved, and goes on for two. Each of
 the 12 checkpoints is loaded on each of the 12 grids, into a model of NaNs and a new optimizer. Compared with the saver:
 every weight and every number of the optimizer's state, put together by the layout of the Hugging Face tensors, not by
-the checkpoint's; and the losses of the two steps.
+the checkpoint's; and the losses of the two steps. So for a model with two experts, on grids of z and data.
 
     python -m benchmarks.reshard
     python -m benchmarks.reshard --small
@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import fourfold as ff
 from benchmarks.ranks import RankPool
@@ -52,6 +52,8 @@ GRIDS: tuple[Shape, ...] = (
     (2, 2, 1, 2),
 )
 SMALL: tuple[Shape, ...] = ((1, 1, 1, 1), (1, 3, 1, 1), (1, 2, 1, 2), (2, 1, 2, 1))
+EXPERT_GRIDS: tuple[Shape, ...] = ((1, 1, 1, 1), (1, 2, 1, 1), (1, 4, 1, 1), (2, 4, 1, 1))
+MODELS = ("gpt2", "qwen3_moe")
 FAULTS = ("momentum", "weight", "schedule")
 SEQUENCES = 120  # divides over every data * z of these grids
 LENGTH = 6
@@ -69,18 +71,29 @@ class Outcome:
 
 
 def weights_of(shape: Shape) -> Weights:
-    return "streamed" if GRIDS.index(shape) % 2 else "fsdp2"
+    return "streamed" if (*GRIDS, *EXPERT_GRIDS).index(shape) % 2 else "fsdp2"
 
 
-def start(shape: Shape) -> TrainState:
-    grid = Grid.create(shape, timeout_s=60)
+def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
+    if kind == "qwen3_moe":
+        experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
+        return Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, head_dim=8,
+                vocab_size=VOCABULARY, pad_token_id=None, **experts,
+            )
+        ).train()  # fmt: skip
     config = GPT2Config(
         n_embd=48, n_head=6, n_layer=2, n_inner=96, n_positions=LENGTH, vocab_size=VOCABULARY, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    model = GPT2LMHeadModel(config).train()
-    report = ff.parallelize(model, grid, weights=weights_of(shape))
+    return GPT2LMHeadModel(config).train()
+
+
+def start(shape: Shape, kind: str = "gpt2") -> TrainState:
+    model = build(kind)
+    report = ff.parallelize(model, Grid.create(shape, timeout_s=60), weights=weights_of(shape))
     return renewed(TrainState(model, torch.optim.SGD([torch.zeros(1)]), report))
 
 
@@ -131,8 +144,8 @@ def _local(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().to_local().clone()
 
 
-def save_on(shape: Shape, folder: str) -> Outcome:
-    training = start(shape)
+def save_on(shape: Shape, folder: str, kind: str) -> Outcome:
+    training = start(shape, kind)
     train(training, SAVED_AT)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(training)
@@ -140,8 +153,8 @@ def save_on(shape: Shape, folder: str) -> Outcome:
     return Outcome(pieces, train(training, STEPS))
 
 
-def load_on(shape: Shape, folders: list[str], fault: str | None) -> list[Outcome]:
-    training = start(shape)
+def load_on(shape: Shape, folders: list[str], fault: str | None, kind: str) -> list[Outcome]:
+    training = start(shape, kind)
     outcomes = []
     for folder in folders:
         with torch.no_grad():
@@ -216,15 +229,15 @@ def ranks_of(shape: Shape) -> int:
 
 
 def reshard(
-    pool: RankPool, grids: tuple[Shape, ...], folder: Path, fault: str | None = None
+    pool: RankPool, grids: tuple[Shape, ...], folder: Path, fault: str | None = None, kind: str = "gpt2"
 ) -> dict[tuple[Shape, Shape], Verdict]:
     """A verdict for each pair of the grid that saved and the grid that loaded."""
     folders = {shape: str(folder / "-".join(map(str, shape))) for shape in grids}
-    saved = {shape: pool.run(save_on, ranks_of(shape), shape, folders[shape]) for shape in grids}
+    saved = {shape: pool.run(save_on, ranks_of(shape), shape, folders[shape], kind) for shape in grids}
     verdicts = {}
     for shape in grids:
         by_rank: list[Any] = pool.run(
-            load_on, ranks_of(shape), shape, list(folders.values()), fault, timeout_s=300
+            load_on, ranks_of(shape), shape, list(folders.values()), fault, kind, timeout_s=300
         )
         for i, source in enumerate(grids):
             loaded = [outcomes[i] for outcomes in by_rank]
@@ -241,18 +254,24 @@ def main(arguments: list[str] | None = None) -> int:
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"
     )
     options = parser.parse_args(arguments)
-    grids = SMALL if options.small else GRIDS
+    grids = {
+        "gpt2": SMALL if options.small else GRIDS,
+        "qwen3_moe": EXPERT_GRIDS[:3] if options.small else EXPERT_GRIDS,
+    }
     start_s = time.perf_counter()
+    verdicts = {}
     with RankPool(8) as pool, tempfile.TemporaryDirectory() as folder:
-        verdicts = reshard(pool, grids, Path(folder), options.fault)
-    print(f"{'saved on':16} {'loaded on':16} {'bit-equal':>9} {'loss':>9}")
-    for (source, target), verdict in verdicts.items():
+        for kind in MODELS:
+            found = reshard(pool, grids[kind], Path(folder) / kind, options.fault, kind)
+            verdicts |= {(kind, *pair): verdict for pair, verdict in found.items()}
+    print(f"{'model':9} {'saved on':16} {'loaded on':16} {'bit-equal':>9} {'loss':>9}")
+    for (kind, source, target), verdict in verdicts.items():
         equal = "yes" if not verdict.different else "NO"
         said = "" if verdict.holds() else f"  FAILED {', '.join(verdict.different[:3])}"
-        print(f"{source!s:16} {target!s:16} {equal:>9} {verdict.loss_error:9.1e}{said}")
+        print(f"{kind:9} {source!s:16} {target!s:16} {equal:>9} {verdict.loss_error:9.1e}{said}")
     held_up = sum(v.holds() for v in verdicts.values())
-    same = max(v.loss_error for (a, b), v in verdicts.items() if a == b)
-    other = max((v.loss_error for (a, b), v in verdicts.items() if a != b), default=0.0)
+    same = max(v.loss_error for (_, a, b), v in verdicts.items() if a == b)
+    other = max((v.loss_error for (_, a, b), v in verdicts.items() if a != b), default=0.0)
     print(
         f"reshard: {held_up}/{len(verdicts)} loads bit-equal and within the bars; worst loss {same:.1e} on the same grid "
         f"(threshold {SAME_GRID_BAR:g}), {other:.1e} across (threshold {OTHER_GRID_BAR:g}), {time.perf_counter() - start_s:.0f} s"

@@ -20,6 +20,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from fourfold import Grid, Report
@@ -62,6 +64,11 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
     ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA_LIKE),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, LLAMA_LIKE | {"head_dim": 8}),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        LLAMA_LIKE | {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24},
+    ),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, LLAMA_LIKE | {"head_dim": 8, "attn_implementation": "eager"}),
 }
 

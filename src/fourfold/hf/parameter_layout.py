@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,9 +55,10 @@ class ParameterLayout:
     def shard(self, grid: Grid, place: Mapping[Axis, int] | None = None) -> tuple[slice, ...]:
         """The slice of the parameter that this rank stores, or the rank at ``place``; relative to the parameter."""
         index = list(self.block(grid, place))
-        outer = index[0]
+        dim = dim_over_z(self.shape, self.cuts, grid)
+        outer = index[dim]
         inner = chunk(outer.stop - outer.start, grid.z, grid.coordinate("z") if place is None else place["z"])
-        index[0] = slice(outer.start + inner.start, outer.start + inner.stop)
+        index[dim] = slice(outer.start + inner.start, outer.start + inner.stop)
         return tuple(index)
 
     def in_hf(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
@@ -87,6 +89,27 @@ class ParameterLayout:
             stride=stride,
         )
         return nn.Parameter(sharded, requires_grad=source.requires_grad)
+
+
+def dim_over_z(shape: Sequence[int], cuts: Mapping[Axis, int], grid: Grid) -> int:
+    """The dim of a parameter that is sharded over z: the first, or the next that z divides if there are three or more.
+
+    The first dim of a fused expert tensor counts its experts, which may be fewer than z.
+    """
+    if len(shape) < 3 or grid.z == 1:
+        return 0
+    parts = [
+        grid.z * math.prod(grid.size(a) for a, d in cuts.items() if d == dim) for dim in range(len(shape))
+    ]
+    return next((dim for dim, size in enumerate(shape) if size % parts[dim] == 0), 0)
+
+
+def sharded_dim(parameter: Tensor, grid: Grid) -> int:
+    """`dim_over_z` of a parameter that is not sharded over z yet: a DTensor on the grid, or, with x = y = 1, a plain tensor."""
+    cuts: dict[Axis, int] = {}
+    if isinstance(parameter, DTensor):
+        cuts = {a: p.dim for a, p in zip(AXES, parameter.placements, strict=True) if isinstance(p, Shard)}
+    return dim_over_z(parameter.shape, cuts, grid)
 
 
 def chunk(length: int, parts: int, which: int) -> slice:

@@ -18,10 +18,11 @@ from torch.distributed.fsdp import DataParallelMeshDims, FSDPModule, MixedPrecis
 
 # The interfaces of `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` (seen in torch 2.13.0).
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from fourfold.errors import UnsupportedError
+from fourfold.hf.parameter_layout import sharded_dim
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives
 from fourfold.mesh.grid import Grid
@@ -54,14 +55,24 @@ class Fsdp2Weights:
         # By group: the shards of gradients of earlier micro-batches, which are not reduced over data yet.
         self._accumulated: dict[FSDPModule, Tensor] = {}
         _check_tied(model, [*blocks, *(m for m in (embedding, head) if m is not None)])
+
+        def place(parameter: nn.Parameter) -> Shard:
+            return Shard(sharded_dim(parameter, grid))
+
         policy = MixedPrecisionPolicy()
         if precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if grid.x * grid.y == 1:  # parameters are plain tensors, and FSDP2 is by itself
-            shard = functools.partial(fully_shard, mesh=grid.mesh["z"], mp_policy=policy)
+            shard = functools.partial(
+                fully_shard, mesh=grid.mesh["z"], shard_placement_fn=place, mp_policy=policy
+            )
         else:
             shard = functools.partial(
-                fully_shard, mesh=grid.mesh, dp_mesh_dims=DataParallelMeshDims(shard="z"), mp_policy=policy
+                fully_shard,
+                mesh=grid.mesh,
+                shard_placement_fn=place,
+                dp_mesh_dims=DataParallelMeshDims(shard="z"),
+                mp_policy=policy,
             )
         for block in blocks:
             shard(block)

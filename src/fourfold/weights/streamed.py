@@ -313,6 +313,7 @@ class StreamedWeights:
             weight.release()
         if gradient is None:
             return
+        gradient = weight.rows_first(gradient)
         if self._grid.z == self._grid.data == 1 and not weight.sum_over:  # no other rank has a part
             self._complete.append((weight, gradient))
             return

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fourfold.errors import UnsupportedError
+from fourfold.hf.parameter_layout import chunk, sharded_dim
 from fourfold.mesh.axes import AXES, Axis
 from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
@@ -28,16 +29,19 @@ class StreamedWeight:
         holders: list[tuple[nn.Module, str]],
         block_index: int,
         block_shape: torch.Size,
+        dim: int,
         stored: torch.dtype,
         grid: Grid,
         dtype: torch.dtype,
         bundle_bytes: int,
     ) -> None:
         self.name, self.holders, self.block_index = name, holders, block_index
-        self._shape, self._z, self._dtype = block_shape, grid.z, dtype
+        # ``dim`` is sharded: the first in memory, so that shards are gathered into the block one after another. Its entries are the rows.
+        self._dim, self._z, self._dtype = dim, grid.z, dtype
+        self._shape = torch.Size((*block_shape[dim : dim + 1], *block_shape[:dim], *block_shape[dim + 1 :]))
         self._collectives = grid.collectives
-        rows = block_shape[0] if block_shape else 1
-        self.row_numel = math.prod(block_shape[1:])
+        rows = self._shape[0] if block_shape else 1
+        self.row_numel = math.prod(self._shape[1:])
         self.padded_rows_per_rank = -(-rows // grid.z)
         element_bytes = torch.empty((), dtype=dtype).element_size()
         # Includes padding, if z does not divide the rows.
@@ -97,7 +101,11 @@ class StreamedWeight:
 
     def gather_input(self) -> Tensor:
         """The shard in the dtype of the computation, padded to the number of rows of the first rank."""
-        return self.pad_rows(self.shard.to(self._dtype), self.padded_rows_per_rank)
+        return self.pad_rows(self.rows_first(self.shard.to(self._dtype)), self.padded_rows_per_rank)
+
+    def rows_first(self, tensor: Tensor) -> Tensor:
+        """The block, a shard, or the gradient of one, with the dim that is sharded as the first."""
+        return tensor.movedim(self._dim, 0) if self._dim else tensor
 
     def pad_rows(self, tensor: Tensor, rows: int | None = None) -> Tensor:
         rows = self.padded_rows_per_rank * self._z if rows is None else rows
@@ -115,7 +123,8 @@ class StreamedWeight:
             with torch.inference_mode(False):  # these tensors are kept, and training uses them too
                 self._flat = torch.empty(numel, dtype=self._dtype, device=self.shard.device)
                 # The padding is at the end of the buffer, after the block.
-                self._block = self._flat[: math.prod(self._shape)].view(self._shape).detach()
+                rows = self._flat[: math.prod(self._shape)].view(self._shape)
+                self._block = (rows.movedim(0, self._dim) if self._dim else rows).detach()
         else:
             self._flat.untyped_storage().resize_(numel * self._flat.element_size())
         self._gathered = True
@@ -177,8 +186,11 @@ class StreamedWeight:
         return held
 
     def set_gradient(self, shard_gradient: Tensor) -> None:
+        """Add the gradient of this rank's shard, the rows first, to the parameter's."""
         parameter = cast(DTensor, self.parameter)
         local, shape = shard_gradient, parameter._local_tensor.shape
+        if self._dim:  # z divides it: there is no padding
+            local = local.view(-1, *self._shape[1:]).movedim(0, self._dim).contiguous()
         if local.shape != shape:
             local = local.view(-1)[: shape.numel()].view(shape)
         if parameter.grad is not None:
@@ -208,34 +220,36 @@ def shard_parameters(
                 f"{names[parameter]} is a scalar, which cannot be sharded over z={grid.z}; use z=1, or make it a "
                 "tensor of one element"
             )
-        sharded = _shard_over_z(cast(DTensor, parameter), block, grid)
+        dim = sharded_dim(parameter, grid)
+        sharded = _shard_over_z(cast(DTensor, parameter), block, dim, grid)
         for module, key in held_by:
             module._parameters[key] = sharded
         index = block_of.get(held_by[0][0], -1)
         weights.append(
             StreamedWeight(
-                names[parameter], held_by, index, block.shape, block.dtype, grid, dtype, bundle_bytes
+                names[parameter], held_by, index, block.shape, dim, block.dtype, grid, dtype, bundle_bytes
             )
         )
     return weights
 
 
-def _shard_over_z(parameter: DTensor, block: Tensor, grid: Grid) -> nn.Parameter:
+def _shard_over_z(parameter: DTensor, block: Tensor, dim: int, grid: Grid) -> nn.Parameter:
     if grid.z == 1:
         shard = block
     else:
-        rows = -(-block.shape[0] // grid.z)
-        start = min(grid.coordinate("z") * rows, block.shape[0])
+        part = chunk(block.shape[dim], grid.z, grid.coordinate("z"))
         # A copy, so that the block can be freed.
-        shard = block[start : start + rows].clone()
+        shard = block.narrow(dim, part.start, part.stop - part.start).clone(
+            memory_format=torch.contiguous_format
+        )
     placements: list[Placement] = list(parameter.placements)
     inner: tuple[Axis, ...] = ("y", "x")
     inner_ranks = math.prod(
-        grid.size(a) for a in inner if isinstance(p := placements[AXES.index(a)], Shard) and p.dim == 0
+        grid.size(a) for a in inner if isinstance(p := placements[AXES.index(a)], Shard) and p.dim == dim
     )
     if block.ndim > 0:
         placements[AXES.index("z")] = (
-            Shard(0) if inner_ranks == 1 else _StridedShard(0, split_factor=inner_ranks)
+            Shard(dim) if inner_ranks == 1 else _StridedShard(dim, split_factor=inner_ranks)
         )
     local = DTensor.from_local(
         shard, grid.mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
