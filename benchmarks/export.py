@@ -1,10 +1,10 @@
 """Does a model go from Hugging Face to the grid, through training, and back, without losing a bit?
 
-For each family: safetensors that transformers wrote -> `parallelize(checkpoint=...)` on 8 ranks, (1, 2, 2, 2) -> three
-AdamW steps -> a checkpoint -> `export` -> `from_pretrained` in one process, and the grid again. Compared with what the
+For each family: safetensors that transformers wrote -> `parallelize(checkpoint=...)` on 8 ranks, (1, 2, 2, 2), or with experts on
+(1, 4, 1, 1), which is more ranks than experts -> three AdamW steps -> a checkpoint -> `export` -> `from_pretrained` in one process, and the grid again. Compared with what the
 ranks held when they saved:
 
-    weights      of the exported model, bit by bit; its files have each tensor once, and no other
+    weights      of the exported model, bit by bit; its files have the names of transformers' files: experts one by one
     logits       of the exported model in one process, within 1e-5 of the largest: sums are in another order
     again        the exported folder on the grid: weights and logits bit by bit
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -37,6 +38,7 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 import fourfold as ff
@@ -47,6 +49,7 @@ from fourfold.checkpoint import Checkpoints, TrainState
 from fourfold.export import export
 
 GRID = (1, 2, 2, 2)
+GRIDS = {"qwen3_moe": (1, 4, 1, 1)}  # of families that no axis but z and data shards
 RANKS = 8
 STEPS, SEQUENCES, LENGTH = 3, 4, 12
 VOCABULARY = 131  # divides over no axis
@@ -57,12 +60,14 @@ FAULTS = ("weight", "config")
 SHAPE = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
 GATED = SHAPE | {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-# Between them: separate and packed projections, tied and separate heads, norms of queries and keys, biases.
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
+# Between them: separate and packed projections, tied and separate heads, norms of queries and keys, biases, experts.
 FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, GATED),
     "qwen3": (Qwen3Config, GATED | {"tie_word_embeddings": True}),
     "gpt2": (GPT2Config, SHAPE | NO_DROPOUT | {"bos_token_id": 0, "eos_token_id": 1}),
     "gemma": (GemmaConfig, GATED),
+    "qwen3_moe": (Qwen3MoeConfig, GATED | EXPERTS),
 }
 
 
@@ -101,7 +106,8 @@ def tokens(seed: int) -> Tensor:
 def load(folder: Path) -> tuple[Any, Report]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    return model, ff.parallelize(model, Grid.create(GRID, timeout_s=60), checkpoint=folder)
+    shape = GRIDS.get(model.config.model_type, GRID)
+    return model, ff.parallelize(model, Grid.create(shape, timeout_s=60), checkpoint=folder)
 
 
 def outcome(model: nn.Module, report: Report) -> Outcome:
@@ -187,7 +193,8 @@ def names_in(folder: Path) -> list[str]:
 def round_trip(pool: RankPool, family: str, folder: Path, fault: str | None = None) -> Verdict:
     pretrained, run, out = (folder / name for name in ("pretrained", "run", "exported"))
     write_pretrained(family, pretrained)
-    saved: list[Outcome] = pool.run(train_and_save, RANKS, pretrained, run)
+    ranks = math.prod(GRIDS.get(family, GRID))
+    saved: list[Outcome] = pool.run(train_and_save, ranks, pretrained, run)
     exported = export(run, out, file_bytes=FILE_BYTES)
     plant(fault, out)
 
@@ -204,7 +211,7 @@ def round_trip(pool: RankPool, family: str, folder: Path, fault: str | None = No
         after = model.eval()(input_ids=tokens(99)).logits
     error = float((after - before).abs().max() / before.abs().max())
 
-    again: list[Outcome] = pool.run(load_again, RANKS, out)
+    again: list[Outcome] = pool.run(load_again, ranks, out)
     return Verdict(
         len(weights),
         sum(name.endswith(".safetensors") for name in exported.files),
@@ -231,13 +238,13 @@ def main(arguments: list[str] | None = None) -> int:
         for family in families:
             verdicts[family] = round_trip(pool, family, Path(folder) / family, options.fault)
     print(
-        f"{'family':8} {'tensors':>7} {'files':>5} {'weights':>8} {'logits':>8} {'weights again':>14} {'logits again':>13}"
+        f"{'family':9} {'tensors':>7} {'files':>5} {'weights':>8} {'logits':>8} {'weights again':>14} {'logits again':>13}"
     )
     for family, v in verdicts.items():
         equal = ["equal" if fine else "NOT" for fine in (not v.exported, not v.imported, v.same_logits)]
         said = "" if v.holds() else f"  FAILED {'; '.join([*v.exported, *v.imported][:3])}"
         print(
-            f"{family:8} {v.tensors:7} {v.files:5} {equal[0]:>8} {v.logits_error:8.1e} {equal[1]:>14} {equal[2]:>13}{said}"
+            f"{family:9} {v.tensors:7} {v.files:5} {equal[0]:>8} {v.logits_error:8.1e} {equal[1]:>14} {equal[2]:>13}{said}"
         )
     held_up = sum(v.holds() for v in verdicts.values())
     worst = max(v.logits_error for v in verdicts.values())

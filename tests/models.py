@@ -67,7 +67,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
     "qwen3_moe": (
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,
-        LLAMA_LIKE | {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24},
+        LLAMA_LIKE | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     ),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, LLAMA_LIKE | {"head_dim": 8, "attn_implementation": "eager"}),
 }

@@ -257,6 +257,9 @@ every such family of transformers {transformers}. For each, `python -m benchmark
 **{tested} of {all} families are exact on x, y and z. None is inexact.** The others are rejected on grids with x > 1 or y > 1, by
 the name of the module that is in the way. On grids with x = y = 1 (FSDP and data parallelism) they are exact as well, except where the
 last table says otherwise.
+
+Weights are read from files as transformers writes them, and exported as such files, for every family: experts one by one, projections fused or
+permuted, other names. The rules are those of the installed transformers; each rank reads its part of each tensor.
 """
 
 

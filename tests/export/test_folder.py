@@ -44,8 +44,13 @@ from tests.prepared import as_jsonl, corpus
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt2", pytest.param("qwen3", marks=pytest.mark.nightly)]
-)  # packed and separate projections, both tied
+    "family",
+    [
+        "gpt2",
+        pytest.param("qwen3", marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", marks=pytest.mark.nightly),
+    ],
+)  # packed and separate projections, both tied; experts
 def test_export_and_from_pretrained_are_bit_exact(pool: RankPool, tmp_path: Path, family: str) -> None:
     verdict = round_trips.round_trip(pool, family, tmp_path)
     assert verdict.holds(), verdict

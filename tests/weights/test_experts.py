@@ -17,12 +17,13 @@ from tests.streamed import BUNDLE_BYTES, overlap
 
 EXPERTS = "mlp.experts."
 BYTES = 4
+TWO = {"num_experts": 2, "num_experts_per_tok": 1}
 
 
 def train_twice(shape: Shape, weights: Any, changes: dict[str, Any]) -> None:
     """Two steps with a change of the weights in between, against one process."""
     grid = Grid.create(shape)
-    stock, model = build("qwen3_moe", **changes), build("qwen3_moe", **changes)
+    stock, model = build("qwen3_moe", **TWO | changes), build("qwen3_moe", **TWO | changes)
     report = ff.parallelize(model, grid, weights=weights)
     ids, labels = batch(8)
     rows = grid.local_rows(len(ids))
@@ -53,10 +54,10 @@ def test_gradients_with_more_ranks_than_experts(
     pool.run(train_twice, shape[0] * shape[1], shape, weights, changes)
 
 
-def stored_and_sent(weights: Any, experts: int, z: int) -> tuple[dict[str, int], dict[str, float]]:
+def stored_and_sent(weights: Any, z: int) -> tuple[dict[str, int], dict[str, float]]:
     """(elements of each expert tensor that this rank stores, bytes sent on z in a step by purpose)."""
     grid = Grid.create((1, z, 1, 1))
-    model = build("qwen3_moe", num_experts=experts, vocab_size=64)
+    model = build("qwen3_moe", **TWO, vocab_size=64)
     ff.parallelize(model, grid, weights=weights, overlap=overlap(prefetch=0, keep_bytes=0))
     ids, _ = batch(8)
     ids = ids[grid.local_rows(len(ids))] % 64
@@ -69,10 +70,10 @@ def stored_and_sent(weights: Any, experts: int, z: int) -> tuple[dict[str, int],
     return {n: p.to_local().numel() for n, p in model.named_parameters() if EXPERTS in n}, dict(sent)
 
 
-def formula(weights: str, experts: int, z: int) -> dict[str, float]:
+def formula(weights: str, z: int) -> dict[str, float]:
     """The bytes of `stored_and_sent`, from the shapes of the stock model: only what has too few rows and one or two dims is padded."""
     gathered = reduced = 0
-    for name, parameter in build("qwen3_moe", num_experts=experts, vocab_size=64).named_parameters():
+    for name, parameter in build("qwen3_moe", **TWO, vocab_size=64).named_parameters():
         size = parameter.numel()
         if parameter.ndim < 3:
             size = -(-parameter.shape[0] // z) * z * parameter[0].numel()
@@ -86,11 +87,13 @@ def formula(weights: str, experts: int, z: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
 def test_each_rank_stores_and_sends_the_same_amount(pool: RankPool, weights: str) -> None:
-    whole = {n: p.numel() for n, p in build("qwen3_moe", vocab_size=64).named_parameters() if EXPERTS in n}
-    found = pool.run(stored_and_sent, 4, weights, 2, 4)
+    whole = {
+        n: p.numel() for n, p in build("qwen3_moe", **TWO, vocab_size=64).named_parameters() if EXPERTS in n
+    }
+    found = pool.run(stored_and_sent, 4, weights, 4)
     for stored, sent in found:
         assert stored == {name: size // 4 for name, size in whole.items()}
-        assert sent == formula(weights, 2, 4)
+        assert sent == formula(weights, 4)
 
 
 def test_runs_resume_on_fewer_ranks_than_experts(pool: RankPool, tmp_path: Path) -> None:

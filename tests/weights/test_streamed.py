@@ -60,7 +60,7 @@ def compare_storage(shape: Shape, kind: str, changes: dict[str, Any]) -> int:
         ("gpt2", (2, 2, 1, 2), {"vocab_size": 11}),
         ("llama", (1, 3, 1, 1), {"hidden_size": 20, "num_attention_heads": 2, "vocab_size": 11}),
         ("llama", (1, 4, 1, 1), {"vocab_size": 5}),  # rows 2, 2, 1 and 0
-        ("qwen3_moe", (1, 4, 1, 1), {}),  # two experts: each rank has a part of both
+        ("qwen3_moe", (1, 4, 1, 1), {"num_experts": 2}),  # two experts: each rank has a part of both
     ],
 )
 def test_parameters_are_stored_as_fsdp2_stores_them(

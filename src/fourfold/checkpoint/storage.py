@@ -5,12 +5,13 @@ An index in JSON, never pickle, has the tensors and the byte ranges of their chu
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -332,22 +333,36 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_rows(reader: Reader, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """The rows of an unsharded tensor in ``dtype``, a few at a time, in one reused buffer."""
-    tensor = tensors(reader.metadata)[name]
-    dtype = dtype or tensor.properties.dtype
-    shape = tuple(tensor.size) or (1,)  # a scalar is a row of one
+def read_slice(reader: Reader, name: str, out: Tensor, index: tuple[slice, ...]) -> None:
+    """Fill ``out`` with a slice of an unsharded tensor, from all chunks that have a part of it."""
+    for chunk in tensors(reader.metadata)[name].chunks:
+        first = [max(i.start, o) for i, o in zip(index, chunk.offsets, strict=True)]
+        last = [min(i.stop, o + n) for i, o, n in zip(index, chunk.offsets, chunk.sizes, strict=True)]
+        if all(a < b for a, b in zip(first, last, strict=True)):
+            target = out[
+                tuple(slice(a - i.start, b - i.start) for a, b, i in zip(first, last, index, strict=True))
+            ]
+            where = tuple(a - o for a, o in zip(first, chunk.offsets, strict=True))
+            reader.read_into(target, MetadataIndex(name, chunk.offsets), where)
+
+
+def by_rows(
+    shape: Sequence[int], dtype: torch.dtype, read_into: Callable[[Tensor, tuple[slice, ...]], None]
+) -> Iterator[Tensor]:
+    """The rows of a tensor in ``dtype``, a few at a time, in one reused buffer; ``read_into`` fills it with a slice of them."""
+    rows = shape[0] if shape else 1  # a scalar is a row of one
     rows_at_once = max(1, READ_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
-    buffer = torch.empty((min(rows_at_once, shape[0]), *shape[1:]), dtype=dtype)
-    for first in range(0, shape[0], rows_at_once):
-        stop = min(first + rows_at_once, shape[0])
-        rows = buffer[: stop - first]
-        for chunk in tensor.chunks:
-            offset, sizes = tuple(chunk.offsets) or (0,), tuple(chunk.sizes) or (1,)
-            low, high = max(first, offset[0]), min(stop, offset[0] + sizes[0])
-            if low < high:
-                inner = tuple(slice(o, o + n) for o, n in zip(offset[1:], sizes[1:], strict=True))
-                target = rows[(slice(low - first, high - first), *inner)]
-                where = (low - offset[0], *(0 for _ in inner))
-                reader.read_into(target, MetadataIndex(name, chunk.offsets), where)
-        yield rows
+    buffer = torch.empty((min(rows_at_once, rows), *shape[1:]), dtype=dtype)
+    for first in range(0, rows, rows_at_once):
+        part = buffer[: min(rows_at_once, rows - first)]
+        if shape:
+            read_into(part, (slice(first, first + part.shape[0]), *(slice(0, n) for n in shape[1:])))
+        else:
+            read_into(part[0], ())
+        yield part
+
+
+def read_rows(reader: Reader, name: str, dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+    """The rows of an unsharded tensor in ``dtype``, a few at a time."""
+    tensor = tensors(reader.metadata)[name]
+    return by_rows(tensor.size, dtype or tensor.properties.dtype, functools.partial(read_slice, reader, name))

@@ -18,6 +18,7 @@ from fourfold.data.tokenizer import tokenizer_info
 from fourfold.export import tokenizer as tokenizers
 from fourfold.export.model_card import data_sources, model_card, value_at
 from fourfold.export.weights import FILE_BYTES, write_weights
+from fourfold.hf.hub_format import stock_model_of
 from fourfold.parallel.lora import CONFIG as ADAPTER_CONFIG
 from fourfold.untrusted_input import find_model_config
 
@@ -69,8 +70,9 @@ def export(
     folder.make()
     try:
         adapter = values.get("adapter")
+        stock = stock_model_of(values["model"]) if adapter is None and values["model"] is not None else None
         weights = write_weights(
-            reader, folder, dtype=dtype, file_bytes=file_bytes, of_adapters=adapter is not None
+            reader, folder, dtype=dtype, file_bytes=file_bytes, of_adapters=adapter is not None, stock=stock
         )
         files = list(weights.files)
         if chosen is not None:

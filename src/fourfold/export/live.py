@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.checkpoint.manifest import dump_json
-from fourfold.checkpoint.state import model_tensors
+from fourfold.checkpoint.state import MODEL, model_tensors
 from fourfold.export.folder import CONFIG, for_transformers_4
-from fourfold.export.weights import FILE_BYTES, INDEX
+from fourfold.export.weights import FILE_BYTES, INDEX, empty
+from fourfold.hf.hub_format import in_hub_format, stock_model
+from fourfold.hf.lazy_tensor import LazyTensor
 from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.mesh import agreements
 from fourfold.mesh.axes import Axis
@@ -106,27 +110,47 @@ def write_model(
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write the weights and the config as `from_pretrained` loads them. Rank 0 writes, and holds a file of them in memory."""
+    """Write the weights and the config as `save_pretrained` does. Rank 0 writes, and holds a file of them in memory."""
     is_writer = dist.get_rank() == 0
-    shapes = {
-        name.removeprefix("model."): torch.empty(
-            held.global_shape, dtype=dtype or torch.float32, device="meta"
-        )
-        for name, held in model_tensors(model, report, of_adapters=False).items()
-    }
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size=file_bytes)
+    arrived: dict[str, Tensor] = {}  # whole tensors of which not all is in a file yet
+
+    def copy(name: str, out: Tensor, index: tuple[slice, ...]) -> None:
+        out.copy_(arrived[name][index])
+
+    weights = {}
+    for full_name, held in model_tensors(model, report, of_adapters=False).items():
+        name = full_name.removeprefix(MODEL)
+        read = functools.partial(copy, name)
+        weights[name] = LazyTensor.of(held.global_shape, dtype or torch.float32, read, frozenset((name,)))
+    stock = stock_model(model)
+    if stock is not None:
+        weights = in_hub_format(stock, weights)
+    split = split_torch_state_dict_into_shards(empty(weights), max_shard_size=file_bytes)
     missing = {file: set(names) for file, names in split.filename_to_tensors.items()}
-    held: dict[str, dict[str, Tensor]] = {file: {} for file in missing}
+    files: dict[str, dict[str, Tensor]] = {file: {} for file in missing}
+    made_of: dict[str, set[str]] = defaultdict(set)
+    for name, lazy in weights.items():
+        for source in lazy.sources:
+            made_of[source].add(name)
     if is_writer:
         folder.mkdir(parents=True, exist_ok=True)
-    for name, tensor in full_parameters(model, report):
-        file = split.tensor_to_filename[name]
-        missing[file].discard(name)
-        if is_writer:
-            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            held[file][name] = tensor.to("cpu", wanted).contiguous().clone()
+    for source, tensor in full_parameters(model, report):
+        if not is_writer:
+            continue
+        is_cast = dtype is not None and tensor.is_floating_point()
+        arrived[source] = tensor.to("cpu", dtype if is_cast else tensor.dtype)
+        for name in [n for n in sorted(made_of[source]) if weights[n].sources <= arrived.keys()]:
+            lazy, file = weights[name], split.tensor_to_filename[name]
+            written = torch.empty(lazy.shape, dtype=arrived[source].dtype)
+            lazy.read_into(written, tuple(slice(0, size) for size in written.shape))
+            files[file][name] = written
+            missing[file].discard(name)
             if not missing[file]:
-                save_file(held.pop(file), folder / file, metadata={"format": "pt"})
+                save_file(files.pop(file), folder / file, metadata={"format": "pt"})
+            for used in lazy.sources:
+                made_of[used].discard(name)
+        for done in [name for name in arrived if not made_of[name]]:
+            del arrived[done]
     if is_writer:
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fourfold.checkpoint.folder import Folder
 from fourfold.checkpoint.manifest import dump_json
 from fourfold.checkpoint.state import MODEL
-from fourfold.checkpoint.storage import Reader, raw_bytes, read_rows, safetensors_header, tensors
+from fourfold.checkpoint.storage import (
+    Reader,
+    by_rows,
+    raw_bytes,
+    read_slice,
+    safetensors_header,
+    tensors,
+)
+from fourfold.hf.hub_format import in_hub_format
+from fourfold.hf.lazy_tensor import LazyTensor
 from fourfold.parallel.lora import PEFT_PREFIX
 
 FILE_BYTES = 5 * 10**9
@@ -37,51 +48,61 @@ def write_weights(
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
     of_adapters: bool = False,
+    stock: PreTrainedModel | None = None,
 ) -> Weights:
     """Write the model of a checkpoint to ``out``, or its adapters, in PEFT's one file; ``dtype`` casts the floating-point tensors.
 
-    Names are those of Hugging Face, as in the checkpoint; tied weights are written once.
+    Names and tensors are those that `save_pretrained` of the ``stock`` model writes; without one they are as in the checkpoint. Tied
+    weights are written once.
     """
-    weights = _on_meta(reader, dtype)
+    weights = _lazy(reader, dtype)
+    if stock is not None:
+        weights = in_hub_format(stock, weights)
     if not weights:
         raise ValueError(f"{reader.folder} has no tensors of a model")
     if of_adapters:
-        file_bytes = sum(empty.nbytes for empty in weights.values()) + 1
+        file_bytes = sum(lazy.numel() * lazy.dtype.itemsize for lazy in weights.values()) + 1
     split = split_torch_state_dict_into_shards(
-        weights,
+        empty(weights),
         max_shard_size=file_bytes,
         filename_pattern="adapter_model{suffix}.safetensors" if of_adapters else "model{suffix}.safetensors",
     )
     prefix = PEFT_PREFIX if of_adapters else ""
     for file, names in split.filename_to_tensors.items():
-        out.write(file, _content(reader, {name: weights[name] for name in names}, prefix))
+        out.write(file, _content({name: weights[name] for name in names}, prefix))
     files = list(split.filename_to_tensors)
-    parameters = sum(math.prod(empty.shape) for empty in weights.values())
-    size = sum(empty.nbytes for empty in weights.values())
+    parameters = sum(math.prod(lazy.shape) for lazy in weights.values())
+    size = sum(lazy.numel() * lazy.dtype.itemsize for lazy in weights.values())
     if split.is_sharded:
         metadata = {"total_parameters": parameters, "total_size": size}
         out.write(INDEX, [dump_json({"metadata": metadata, "weight_map": split.tensor_to_filename})])
         files.append(INDEX)
-    floating = [empty.dtype for empty in weights.values() if empty.dtype.is_floating_point]
+    floating = [lazy.dtype for lazy in weights.values() if lazy.dtype.is_floating_point]
     widest = max(floating, key=lambda d: (d.itemsize, d == torch.bfloat16), default=torch.float32)
     return Weights(tuple(files), parameters, size, widest)
 
 
-def _on_meta(reader: Reader, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors to write, on the meta device."""
+def _lazy(reader: Reader, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+    """The tensors of the model, in the dtype to write."""
     weights = {}
     for name, tensor in tensors(reader.metadata).items():
         if name.startswith(MODEL):
             stored = tensor.properties.dtype
             wanted = dtype if dtype is not None and stored.is_floating_point else stored
-            weights[name.removeprefix(MODEL)] = torch.empty(tensor.size, dtype=wanted, device="meta")
+            read = functools.partial(read_slice, reader, name)
+            weights[name.removeprefix(MODEL)] = LazyTensor.of(tensor.size, wanted, read, frozenset((name,)))
     return weights
 
 
-def _content(reader: Reader, weights: dict[str, Tensor], prefix: str) -> Iterator[bytes | memoryview]:
-    header, ranges = safetensors_header({f"{prefix}{name}": empty for name, empty in weights.items()})
+def empty(weights: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
+    """Plain tensors on the meta device, of the same shapes and dtypes."""
+    return {n: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta") for n, lazy in weights.items()}
+
+
+def _content(weights: dict[str, LazyTensor], prefix: str) -> Iterator[bytes | memoryview]:
+    header, ranges = safetensors_header({f"{prefix}{name}": t for name, t in empty(weights).items()})
     yield header
     for written in ranges:
-        name = written.removeprefix(prefix)
-        for rows in read_rows(reader, f"{MODEL}{name}", weights[name].dtype):
+        lazy = weights[written.removeprefix(prefix)]
+        for rows in by_rows(lazy.shape, lazy.dtype, lazy.read_into):
             yield raw_bytes(rows)

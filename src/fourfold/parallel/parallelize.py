@@ -10,6 +10,7 @@ from torch import nn
 
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import find_blocks
+from fourfold.hf.hub_format import ModelFiles
 from fourfold.hf.init_recorder import record_initialization, restore_buffers
 from fourfold.hf.init_replay import InitReplay
 from fourfold.hf.roles import assign
@@ -81,7 +82,7 @@ def parallelize(
         float8: of the matmuls of linears in blocks. ``rowwise_with_gw_hp``: outputs and the gradients of inputs in e4m3, with a scale for
             each row, as in torchao's recipe of that name; the gradients of weights in ``precision``.
         lora: train adapters of low rank (`Lora`) instead of the weights, which are frozen, and stored in ``precision``.
-        checkpoint: a folder of safetensors.
+        checkpoint: a folder of safetensors, as `save_pretrained` writes it.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 
     Make the optimizer afterwards: the model has other parameters then.
@@ -111,11 +112,12 @@ def parallelize(
         float8,
         lora,
     )
-    report, replays = arrange(model, grid, options, seed=seed if on_meta and checkpoint is None else None)
+    # transformers' rules of conversion are those of the stock model.
+    files = ModelFiles(CheckpointFiles(checkpoint), model) if checkpoint is not None else None
+    report, replays = arrange(model, grid, options, seed=seed if on_meta and files is None else None)
 
     # 7. Values for the shards of a model that was built on meta, or that a checkpoint has.
     unused: set[str] = set()
-    files = CheckpointFiles(checkpoint) if checkpoint is not None else None
     if on_meta:
         model.to_empty(device=grid.device)
         restore_buffers(model, grid.device, from_checkpoint=files.names() if files else ())

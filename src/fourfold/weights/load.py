@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fourfold.hf.hub_format import ModelFiles
 from fourfold.hf.init_replay import InitReplay, fill_
 from fourfold.hf.parameter_layout import ParameterLayout
-from fourfold.hf.safetensors_reader import CheckpointFiles
 from fourfold.mesh.grid import Grid
 
 
@@ -41,28 +41,24 @@ def init_shards(
 
 @torch.no_grad()
 def load_shards(
-    model: nn.Module, layouts: Mapping[str, ParameterLayout], files: CheckpointFiles, grid: Grid
+    model: nn.Module, layouts: Mapping[str, ParameterLayout], files: ModelFiles, grid: Grid
 ) -> set[str]:
     """Read this rank's shards from a Hugging Face checkpoint, only the bytes it needs; returns the names of unused tensors."""
     unused = files.names()
     names = files.names()
-    prefix = getattr(model, "base_model_prefix", "")
     for layout, local in _shards(model, layouts):
-        # Checkpoints of the base model lack the prefix that the model with a head has.
-        stored = next(
-            (n for n in (layout.hf_name, layout.hf_name.removeprefix(f"{prefix}.")) if n in names), None
-        )
-        if stored is None:
-            near = difflib.get_close_matches(layout.hf_name, sorted(names), n=1, cutoff=0.0)
+        stored = layout.hf_name
+        if stored not in names:
+            near = difflib.get_close_matches(stored, sorted(names), n=1, cutoff=0.0)
             raise ValueError(
-                f"{layout.hf_name} is not among the {len(names)} tensors of the checkpoint {files.path}"
+                f"{stored} is not among the {len(names)} tensors of the checkpoint {files.path}"
                 + (f" (the nearest is {near[0]})" if near else "")
                 + f"; use a checkpoint of {type(model).__name__.removeprefix('FSDP')}, or the model and config.json of "
                 "that checkpoint"
             )
-        if tuple(files.shape(stored)) != layout.hf_shape:
+        if files.shape(stored) != layout.hf_shape:
             raise ValueError(
-                f"{stored} has shape {tuple(files.shape(stored))} in {files.path}, but {layout.hf_shape} in the model; "
+                f"{stored} has shape {files.shape(stored)} in {files.path}, but {layout.hf_shape} in the model; "
                 "use the config.json of that checkpoint"
             )
         files.read_into(stored, local, layout.in_hf(layout.shard(grid)))
