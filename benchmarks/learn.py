@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
+import math
 import sys
 import sysconfig
 import tempfile
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.ranks import RankPool
 from benchmarks.run_toml import to_toml
 from benchmarks.stock import Stock, mixture_of, rows
 from fourfold.config.run_file import load_run
@@ -35,6 +37,7 @@ from fourfold.data.manifest import DatasetManifest
 
 APART = 0.01  # largest relative difference of the losses at a step
 BELOW = 0.85  # of the entropy of single tokens
+HANG_S = 3600.0  # a run that takes longer hangs
 
 
 def prepare(folder: Path, megabytes: float, vocabulary: int) -> None:
@@ -55,19 +58,15 @@ def prepare(folder: Path, megabytes: float, vocabulary: int) -> None:
     fourfold(*command, "--validation", "0.05")
 
 
-def fourfold(*arguments: str, threads: int = 1) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    result = subprocess.run(
-        [sys.executable, "-m", "fourfold", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if result.returncode:
-        raise SystemExit(
-            f"fourfold {' '.join(arguments)} failed:\n{result.stdout[-2000:]}{result.stderr[-4000:]}"
-        )
+def fourfold(*arguments: str) -> None:
+    """Run a command; what it printed is shown if it fails."""
+    from fourfold.cli.main import main as command
+
+    said = StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        code = command(list(arguments))
+    if code:
+        raise SystemExit(f"fourfold {' '.join(arguments)} failed:\n{said.getvalue()[-6000:]}")
 
 
 def write_run(folder: Path, options: argparse.Namespace) -> Path:
@@ -106,13 +105,14 @@ def write_run(folder: Path, options: argparse.Namespace) -> Path:
     return file
 
 
-def trained(file: Path, grid: str) -> tuple[dict[int, float], float]:
+def trained(pool: RankPool, file: Path, grid: str) -> tuple[dict[int, float], float]:
     """(the loss by step, the last validation loss) of `fourfold train` on a grid."""
     logs, checkpoints = file.parent / f"logs {grid}", file.parent / f"checkpoints {grid}"
-    sizes = zip(("data", "z", "y", "x"), grid.split(","), strict=True)
-    changes = [f"grid.{axis}={size}" for axis, size in sizes]
+    sizes = dict(zip(("data", "z", "y", "x"), map(int, grid.split(",")), strict=True))
+    changes = [f"grid.{axis}={size}" for axis, size in sizes.items()]
     changes += [f"logging.folder={logs}", f"checkpoints.folder={checkpoints}"]
-    fourfold("train", str(file), *(f"--set={change}" for change in changes))
+    words = ["train", str(file), *(f"--set={change}" for change in changes)]
+    pool.run(fourfold, math.prod(sizes.values()), *words, timeout_s=HANG_S)
     lines = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines}, lines[-1]["validation_loss"]
 
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--megabytes", type=float, default=8.0, help="megabytes of text")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, RankPool() as pool:
         folder = Path(name)
         prepare(folder, options.megabytes, options.vocabulary)
         file = write_run(folder, options)
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"stock PyTorch: {time.perf_counter() - start_s:.0f} s", flush=True)
         for grid in options.grids:
             start_s = time.perf_counter()
-            curves[grid], validation[grid] = trained(file, grid)
+            curves[grid], validation[grid] = trained(pool, file, grid)
             print(f"{grid}: {time.perf_counter() - start_s:.0f} s", flush=True)
         is_close = report(curves, validation)
         entropy = unigram_entropy(run)
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if holds else 1
 
 
-def report(curves: dict[str, dict[int, float]], validation: dict[str, float]) -> bool:
+def report(curves: dict[str, dict[int, float]], validation: dict[str, float], apart: float = APART) -> bool:
     """Print the curves side by side; are they close?"""
     print("step  " + "  ".join(f"{name:>14}" for name in curves))
     steps = sorted(next(iter(curves.values())))
@@ -201,8 +201,8 @@ def report(curves: dict[str, dict[int, float]], validation: dict[str, float]) ->
         )
         for step in steps
     )
-    print(f"largest difference: {worst[0]:.2e} at step {worst[1]} (threshold {APART})")
-    return worst[0] < APART and all(sorted(losses) == steps for losses in curves.values())
+    print(f"largest difference: {worst[0]:.2e} at step {worst[1]} (threshold {apart})")
+    return worst[0] < apart and all(sorted(losses) == steps for losses in curves.values())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +17,19 @@ from fourfold.train.loop.optimizers import learning_rate_factor
 
 
 class Stock:
-    """The model of transformers from the run's pretrained weights, torch.optim.AdamW, and the run's samples."""
+    """The model of transformers from the run's pretrained weights, torch.optim.AdamW, and the run's samples.
 
-    def __init__(self, run: RunConfig) -> None:
+    With ``adapted`` it is the model that this makes of it, such as PEFT's; what is frozen there is not trained.
+    """
+
+    def __init__(self, run: RunConfig, adapted: Callable[[Any], Any] = lambda model: model) -> None:
         self.run = run
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(run.model.pretrained).train()
+        pretrained = AutoModelForCausalLM.from_pretrained(run.model.pretrained)
+        self.model: PreTrainedModel = adapted(pretrained).train()
         section = run.optimizer
-        decaying = [p for p in self.model.parameters() if p.ndim >= 2]
-        others = [p for p in self.model.parameters() if p.ndim < 2]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        decaying = [p for p in parameters if p.ndim >= 2]
+        others = [p for p in parameters if p.ndim < 2]
         groups = [
             {"params": decaying, "weight_decay": section.weight_decay},
             {"params": others, "weight_decay": 0.0},
