@@ -3,10 +3,11 @@
 Layouts per second on one core, over the largest case. Then six well-known cases: the plan's best beside the published
 layout and figure, with replicated activations alone, with sequence-parallel ones offered as well, and with compiled blocks too. Then the cases at the limit
 of strong scaling, where the second tensor axis may earn its place: the best layout against the best with y = 1, by the whole
-predicted step, the same both ways.
+predicted step, the same both ways. And published steps of LoRA beside predictions.
 
     python -m benchmarks.search
     python -m benchmarks.search --markdown    # the tables as they are in docs/verification/planner-accuracy.md
+    python -m benchmarks.search --lora        # only: steps of LoRA, published and predicted
     python -m benchmarks.search --dry-run     # a step of one rank of each layout that is chosen for compiled blocks, in minutes
 
 Every figure of the plan is a prediction; no GPU has run Fourfold.
@@ -23,10 +24,10 @@ from dataclasses import dataclass
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 
 from benchmarks.published_rows import gpt
-from fourfold.planner.cost.step import Estimate, Prices
+from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.dry_run_estimate import Job, estimate_in_process
 from fourfold.planner.inputs.cluster import Cluster, preset
-from fourfold.planner.inputs.layout import FOURFOLD, Activations, Elementwise
+from fourfold.planner.inputs.layout import FOURFOLD, Activations, Elementwise, Layout
 from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.search import Plan, search
 
@@ -37,6 +38,8 @@ BOTH: tuple[Activations, ...] = ("replicated", "sequence-parallel")
 LLAMA_8B = Workload("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256)
 LLAMA_70B = Workload("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128, 128256)
 LLAMA_405B = Workload("Llama-3.1-405B", 16384, 53248, 126, 128, 8, 128, 128256)
+QWEN_7B = Workload("Qwen2.5-7B", 3584, 18944, 28, 28, 4, 128, 152064, qkv_bias=True)
+QWEN_32B = Workload("Qwen2.5-32B", 5120, 27648, 64, 40, 8, 128, 152064, qkv_bias=True)
 GPT_80B = gpt("GPT-80B", 12288, 42, 96, 50304, tied=True)
 GPT_320B = gpt("GPT-320B", 16384, 96, 128, 50304, tied=True)
 
@@ -63,10 +66,12 @@ class Case:
     def title(self) -> str:
         return f"{self.workload.name}, {self.ranks:,} × {self.cluster.device.name}, {self.sequences:,} × {self.length:,}"
 
-    def plan(self, activations: tuple[Activations, ...] = BOTH, elementwise: Elementwise = "eager") -> Plan:
+    def prices(self, elementwise: Elementwise) -> Prices:
         schedule = dataclasses.replace(FOURFOLD, elementwise=elementwise)
-        prices = Prices(self.workload, self.cluster, self.length, schedule)
-        return search(prices, self.ranks, self.sequences, activations=activations)
+        return Prices(self.workload, self.cluster, self.length, schedule)
+
+    def plan(self, activations: tuple[Activations, ...] = BOTH, elementwise: Elementwise = "eager") -> Plan:
+        return search(self.prices(elementwise), self.ranks, self.sequences, activations=activations)
 
     def figure(self, best: Estimate) -> str:
         tokens = float(self.sequences) * self.length
@@ -96,6 +101,51 @@ STRONG = (
     *(Case(LLAMA_405B, preset("dgx-h100"), 16384, sequences, 8192) for sequences in (2048, 512, 256, 128)),
     Case(GPT_320B, preset("frontier"), 32768, 1024, 2048),
     *(Case(LLAMA_70B, nvlink_domains(64), ranks, ranks // 64, 8192) for ranks in (1024, 2048, 4096)),
+)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """A published step of LoRA, and the layout of its recipe."""
+
+    workload: Workload
+    layout: Layout
+    published_s: float
+    sequences: int = 32
+    length: int = 4096
+
+    def line(self) -> list[str]:
+        """Cells of the table; what is predicted is for compiled blocks."""
+        ranks = self.layout.ranks
+        case = Case(self.workload.adapted(LORA_RANK), preset("dgx-h100"), ranks, self.sequences, self.length)
+        same = estimate_with(case.prices("compiled"), self.layout, self.sequences)
+        best = case.plan(BOTH, "compiled").best
+        tokens = self.sequences * self.length / ranks
+        steps = (self.published_s, same.step_s, best.step_s)
+        published, predicted, planned = (f"{s:.2f} s, {tokens / s:,.0f} tokens/s/GPU" for s in steps)
+        apart = f"{same.step_s / self.published_s - 1:+.0%}"
+        layout = f"FSDP {self.layout.z} × TP {self.layout.x}" if ranks > 1 else "1 GPU"
+        layout += (
+            ", all recomputed" if self.layout.activation_checkpointing == "full" else ", none recomputed"
+        )
+        words = [layout, published, f"{predicted} ({apart})", f"{best.layout}: {planned}"]
+        return [f"{self.workload.name}, {ranks} × H100", *words]
+
+
+def _recipe(z: int, x: int, activations: Activations) -> Layout:
+    return Layout(1, z, 1, x, 32 // (2 * z), "full", activations=activations)
+
+
+# Published: steps of NVIDIA's NeMo AutoModel on DGX H100, its performance summary of 2026-06-12. Micro-batches of two sequences, rank,
+# recomputation and activations are those of its recipes, examples/llm_benchmark/*/*_peft_benchmark*.yaml.
+LORA_RANK = 16
+ADAPTERS = (
+    Adapters(LLAMA_8B, Layout(1, 1, 1, 1, 16), 10.51),
+    Adapters(QWEN_7B, Layout(1, 1, 1, 1, 16), 9.29),
+    Adapters(LLAMA_70B, _recipe(4, 2, "sequence-parallel"), 15.00),
+    Adapters(LLAMA_70B, _recipe(8, 2, "sequence-parallel"), 8.32),
+    Adapters(QWEN_32B, _recipe(4, 2, "replicated"), 7.28),
+    Adapters(QWEN_32B, _recipe(8, 2, "replicated"), 3.95),
 )
 
 
@@ -197,6 +247,18 @@ def show(header: list[str], lines: list[list[str]], *, markdown: bool) -> None:
                 print(f"    {name}: {value}")
 
 
+def show_adapters(markdown: bool) -> None:
+    print(f"Steps of LoRA, rank {LORA_RANK}, 32 sequences of 4,096 tokens:")
+    header = [
+        "case",
+        "published: layout",
+        "published: step",
+        "predicted: the same layout",
+        "predicted: plan's best",
+    ]
+    show(header, [adapters.line() for adapters in ADAPTERS], markdown=markdown)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,7 +271,11 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="only: dry-run a step of the layout that is chosen for each case",
     )
+    parser.add_argument("--lora", action="store_true", help="only: steps of LoRA, published and predicted")
     options = parser.parse_args(arguments)
+    if options.lora:
+        show_adapters(options.markdown)
+        return 0
     if options.dry_run:
         done = [dry_line(case) for case in KNOWN]
         show(
@@ -238,6 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     for kind in ("replicated", "sequence-parallel offered"):
         header += [f"{kind}: best", "best with y = 1", "gain of y"]
     show(header, [line for line, _ in strong], markdown=options.markdown)
+    show_adapters(options.markdown)
     gains = [gain for _, gain in strong if gain is not None]
     print(
         f"with sequence-parallel activations offered, y > 1 is the best in {sum(g > 1 for g in gains)} of {len(gains)} cases, by up "

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from benchmarks import published
+from benchmarks import published, search
 from benchmarks.published_rows import in_scope, out_of_scope_counts, read
+from tests.documented import ROOT
 
 ROWS = in_scope()
 
@@ -35,6 +36,14 @@ def test_a_fit_finds_what_was_planted():
     assert found.matmul_share == pytest.approx(truth.matmul_share, rel=0.05)
     assert found.attention_share == pytest.approx(truth.attention_share, rel=0.1)
     assert all(abs(published.log_error(r, found)) < 0.03 for r in made)
+
+
+def test_the_page_has_the_steps_of_lora_that_the_command_prints(capsys):
+    assert search.main(["--lora", "--markdown"]) == 0
+    page = (ROOT / "docs/verification/planner-accuracy.md").read_text()
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(search.ADAPTERS)
+    assert [line for line in table if line not in page] == []
 
 
 # -- AxoNN's Table III: three rows fitted on, twelve held out ---------------------------------------------------------
