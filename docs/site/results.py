@@ -183,6 +183,12 @@ CHECKS = {
     ),
     "Runs": (
         Check(
+            "a model that is pretrained here learns the answers of chats, with all weights and with adapters (LoRA), on two grids as with stock PyTorch and PEFT",
+            "fine_tuning",
+            "losses 1e-5; exact answers: at most 5 % before, at least 90 % after, and equal",
+            "nightly",
+        ),
+        Check(
             "every path of the README, from an empty environment",
             "first_hour",
             "5 of 5; the quick start in 240 s",

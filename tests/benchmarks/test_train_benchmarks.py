@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from benchmarks import first_hour, learn, throughput
+from benchmarks import fine_tuning, first_hour, learn, throughput
 
 pytestmark = pytest.mark.nightly
 
@@ -22,6 +22,18 @@ def test_curves_that_part_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
     assert not learn.report({"one": same, "other": {1: 5.06, 2: 4.0}}, {})
     assert not learn.report({"one": same, "other": {1: 5.0, 2: 4.0, 3: 3.0}}, {})
     assert "largest difference: 1.20e-02 at step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", [None, "mask"])
+def test_a_small_model_learns_the_answers_of_chats(
+    fault: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--only", "full", "--grids", "1,1,1,2"]
+    code = fine_tuning.main([*words, "--break", fault] if fault else words)
+    said = capsys.readouterr().out
+    assert code == (1 if fault else 0)
+    answers = re.findall(r"([0-9.]+)% \(", said)
+    assert min(map(float, answers)) >= 90 if fault is None else max(map(float, answers)) < 5, said
 
 
 def test_the_quick_start_word_by_word(capsys: pytest.CaptureFixture[str]) -> None:
