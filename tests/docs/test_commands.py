@@ -42,6 +42,18 @@ ELSEWHERE = {
     "fourfold dryrun tune.toml --gpus 8 --memory 80": "tests/dry_run/test_run.py::test_the_command_takes_a_run_config",
     "fourfold plan --cluster my-cluster.toml --compare-to run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
     "fourfold plan --cluster cluster.toml --compare-to run.json": "tests/planner/show/test_compare.py::test_a_real_run_can_be_saved_and_compared",
+    **dict.fromkeys(
+        (
+            "fourfold plan lora-70b.toml --cluster dgx-h100 --gpus 8 --write lora-70b.toml",
+            "fourfold dryrun lora-70b.toml --memory 80",
+            "fourfold train lora-70b.toml",
+            "fourfold export lora-70b/checkpoints adapters",
+            "python examples/merge_adapters.py my-model adapters merged",
+        ),
+        "tests/docs/test_tutorials.py::test_adapters_are_trained_exported_and_merged",
+    ),
+    """python -c 'from transformers import pipeline; print(pipeline('"'"'text-generation'"'"', '"'"'sft'"'"')([{'"'"'role'"'"': '"'"'user'"'"', '"'"'content'"'"': '"'"'Which port does the service use?'"'"'}], max_new_tokens=32)[0]['"'"'generated_text'"'"'][-1])'""": "tests/docs/test_tutorials.py::test_a_hub_model_is_fine_tuned_and_resumes",
+    "HF_HUB_OFFLINE=1 lm_eval --model hf --model_args pretrained=exported,dtype=float32 --tasks support --include_path tasks --device cpu --output_path scores": "tests/export/test_evaluate.py::test_lm_eval_counts_the_answers_of_an_export_as_transformers_does",
 }
 # Blocks that are a file of the repository, and who runs it.
 EXAMPLES = {
@@ -50,7 +62,8 @@ EXAMPLES = {
     "examples/dpo.py": "tests/integrations/test_example.py::test_the_example_of_dpo_aligns_a_model",
     "examples/fabric_loop.py": "tests/integrations/test_lightning.py::test_the_example_trains_as_in_one_process",
     "examples/lightning_module.py": "tests/integrations/test_lightning.py::test_the_example_trains_as_in_one_process",
-    "examples/sft.py": "tests/integrations/test_example.py::test_the_example_fine_tunes_a_chat_model",
+    "examples/merge_adapters.py": "tests/docs/test_tutorials.py::test_adapters_are_trained_exported_and_merged",
+    "examples/sft.py": "tests/docs/test_tutorials.py::test_a_hub_model_is_fine_tuned_and_resumes",
 }
 # These start ranks on several machines, or on more of this one's than a test should: their words are parsed.
 CLUSTER = ("torchrun", "srun", "fourfold launch", "python -m benchmarks.", "python -m fourfold.launch.agent")
@@ -62,6 +75,7 @@ OF_OTHERS = (
     "docker build",
     "eval ",
     "hf download",
+    "lm_eval",
     "pip install",
     "python3 -m venv",
     "tail -f",
@@ -292,11 +306,12 @@ def test_a_planted_option_in_a_page_is_found(tmp_path: Path) -> None:
         run(commands(block)[1], block, tmp_path, pool_that_is_not_needed(), 0)
 
 
-def test_the_plan_in_the_readme_is_what_the_command_prints(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/lora-70b.md"])
+def test_the_plan_on_a_page_is_what_the_command_prints(
+    page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "150")
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / page).read_text()
     command = next(line for line in text.splitlines() if line.startswith("fourfold plan --size "))
     shown = text.split(command, 1)[1].split("```text\n", 1)[1].split("```", 1)[0]
     assert fourfold(shlex.split(command)[1:]) == 0

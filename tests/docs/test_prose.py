@@ -13,7 +13,10 @@ from tests.documented import PAGES, check, is_name_of_a_command, options_of_all,
 
 # Options that pages name, of programs that are none of ours.
 OF_OTHERS = {
+    "--apply_chat_template": "lm_eval",
     "--build-arg": "docker",
+    "--enable-lora": "vllm",
+    "--model_args": "lm_eval",
     "--requeue": "sbatch",
     "--heartbeat_timeout_ms": "torchft_lighthouse",
     "--ntasks-per-node": "srun",

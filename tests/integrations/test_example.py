@@ -1,4 +1,4 @@
-"""The examples of TRL's trainers on a grid run as the page shows them."""
+"""The example of TRL's DPOTrainer on a grid runs as the page shows it."""
 
 import json
 import os
@@ -11,28 +11,6 @@ import pytest
 from tests import prepared
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.nightly
-def test_the_example_fine_tunes_a_chat_model(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    from transformers import AutoTokenizer
-
-    prepared.small_pretrained(tmp_path / "my-model", ["a question", "an answer"] * 100)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "my-model")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}"
-        "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
-    )
-    tokenizer.save_pretrained(tmp_path / "my-model")
-    chat = {
-        "messages": [
-            {"role": "user", "content": "a question"},
-            {"role": "assistant", "content": "an answer " * 200},
-        ]
-    }
-    (tmp_path / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 16)
-    run("sft.py", "chats.jsonl", tmp_path)
 
 
 @pytest.mark.nightly
