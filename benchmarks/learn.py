@@ -186,23 +186,23 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if holds else 1
 
 
-def report(curves: dict[str, dict[int, float]], validation: dict[str, float], apart: float = APART) -> bool:
+def largest_difference(curves: dict[str, dict[int, float]], until: int | None = None) -> tuple[float, int]:
+    """(the largest relative difference of the losses at a step, which step), of all steps or the first ones."""
+    steps = [step for step in next(iter(curves.values())) if until is None or step <= until]
+    losses = {step: [curve[step] for curve in curves.values()] for step in steps}
+    return max((max(found) / min(found) - 1, step) for step, found in losses.items())
+
+
+def report(curves: dict[str, dict[int, float]], validation: dict[str, float]) -> bool:
     """Print the curves side by side; are they close?"""
     print("step  " + "  ".join(f"{name:>14}" for name in curves))
     steps = sorted(next(iter(curves.values())))
     for step in [s for s in steps if s == 1 or s % max(1, len(steps) // 10) == 0]:
         print(f"{step:4d}  " + "  ".join(f"{losses[step]:14.5f}" for losses in curves.values()))
     print("valid " + "  ".join(f"{loss:14.5f}" for loss in validation.values()))
-    worst = max(
-        (
-            max(losses[step] for losses in curves.values()) / min(losses[step] for losses in curves.values())
-            - 1,
-            step,
-        )
-        for step in steps
-    )
-    print(f"largest difference: {worst[0]:.2e} at step {worst[1]} (threshold {apart})")
-    return worst[0] < apart and all(sorted(losses) == steps for losses in curves.values())
+    worst = largest_difference(curves)
+    print(f"largest difference: {worst[0]:.2e} at step {worst[1]} (threshold {APART})")
+    return worst[0] < APART and all(sorted(losses) == steps for losses in curves.values())
 
 
 if __name__ == "__main__":
