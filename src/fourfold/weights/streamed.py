@@ -54,6 +54,7 @@ class StreamedWeights:
     ) -> None:
         self._grid, self._collectives = grid, grid.collectives
         self._overlap, self._half_batches = overlap, half_batches
+        self._halves = 1  # parts of the batch in the last forward, and so in its backward
         self._weights = shard_parameters(model, grid, blocks, dtype, overlap.bundle_bytes)
         self._by_holder = {holder: w for w in self._weights for holder in w.holders}
         # The modules whose hooks gather and release weights: in the graph of a compiled block there are none.
@@ -166,6 +167,7 @@ class StreamedWeights:
             if _inside_backward():
                 return  # a recomputed forward: backward reads them next
             is_known = getattr(output, "gradient_is_known", False)
+            self._halves = self._half_batches()
             can_release = is_lookup or is_known or not torch.is_grad_enabled()
             if not can_release:
                 tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
@@ -179,7 +181,7 @@ class StreamedWeights:
                 weight.gradient_is_known = is_known
                 if (
                     can_release
-                    and weight.passes == self._half_batches()
+                    and weight.passes == self._halves
                     and not weight.is_read_elsewhere
                     and not self._needed_soon(weight)
                 ):
@@ -192,7 +194,7 @@ class StreamedWeights:
             for weight in weights:
                 self._need(weight)
                 weight.backward_passes += 1
-                if self._frozen and weight.backward_passes == self._half_batches():
+                if self._frozen and weight.backward_passes == self._halves:
                     self._release_frozen(weight.block_index)
 
         return hook
