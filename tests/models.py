@@ -56,6 +56,12 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         LlamaConfig,
         LLAMA_LIKE | {"hidden_size": 48, "num_attention_heads": 6},
     ),
+    # Whose rows have whole blocks of NF4, also cut in two.
+    "wide llama": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        LLAMA_LIKE | {"hidden_size": 128, "intermediate_size": 256},
+    ),
     "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2_LIKE),
     "gpt_neox_japanese": (
         GPTNeoXJapaneseForCausalLM,

@@ -150,15 +150,11 @@ def resume(training: TrainState, values: dict[str, Any]) -> None:
     seed_ranks(training.report.grid, training.seed, training.step)
 
 
-def model_tensors(
-    model: nn.Module, report: Report, *, of_adapters: bool | None = None
-) -> dict[str, LocalShards]:
+def model_tensors(model: nn.Module, report: Report) -> dict[str, LocalShards]:
     """Parameters, tied ones once, and persistent buffers, by their names in the Hugging Face model.
 
-    Of a model with LoRA the adapters alone, because the rest does not change; or, if ``of_adapters`` is False, all but them.
+    Of a model with LoRA the adapters alone, because the rest does not change.
     """
-    if of_adapters is None:
-        of_adapters = report.lora is not None
     # FSDP2 may hold unsharded weights after an evaluation; its state dict hooks reshard them.
     state = model.state_dict()
     tensors: dict[str, LocalShards] = {}
@@ -166,7 +162,7 @@ def model_tensors(
         if name in state and state[name].numel():
             layout = report.layouts.get(name)
             hf_name = name if layout is None else layout.hf_name
-            if is_adapter(hf_name) != of_adapters:
+            if is_adapter(hf_name) != (report.lora is not None):
                 continue
             tensors.setdefault(f"{MODEL}{hf_name}", LocalShards()).add(LocalShard.of(state[name], layout))
     return tensors

@@ -343,6 +343,10 @@ class LoraSection(Section):
     """What an adapter adds is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
     """The ends of the names of the linears that have an adapter, such as q_proj; empty: all but the head."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of the numbers that an adapter reads as 0 in training."""
+    quantization: Literal["none", "nf4"] = "none"
+    """How the frozen weights of linears in blocks are stored: nf4 takes 4.5 bits for each number (QLoRA)."""
     adapter: Path | None = None
     """A folder that PEFT wrote: start from these adapters, whose rank and targets have to be the same."""
 
@@ -378,6 +382,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def adapters_fit(self) -> RunConfig:
         if not self.lora.rank:
+            for name in ("quantization", "dropout"):
+                if name in self.lora.model_fields_set and getattr(self.lora, name) not in ("none", 0.0):
+                    raise ValueError(
+                        f"lora.{name}={getattr(self.lora, name)!r} has no effect without adapters; set lora.rank"
+                    )
             return self
         if self.model.pretrained is None:
             raise ValueError(
@@ -391,6 +400,14 @@ class RunConfig(Section):
             raise ValueError(
                 f"lora.rank={self.lora.rank} with optimizer.name='muon' is not supported: Muon is for whole matrices; use adamw"
             )
+        for name, given in (
+            ("quantization", self.lora.quantization != "none"),
+            ("dropout", self.lora.dropout),
+        ):
+            if given and self.engine.compile:
+                raise ValueError(
+                    f"lora.{name}={getattr(self.lora, name)!r} with engine.compile=true is not supported; use false"
+                )
         return self
 
     @model_validator(mode="after")

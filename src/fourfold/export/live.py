@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.checkpoint.manifest import dump_json
-from fourfold.checkpoint.state import MODEL, model_tensors
 from fourfold.export.folder import CONFIG, for_transformers_4
 from fourfold.export.weights import FILE_BYTES, INDEX, empty
 from fourfold.hf.hub_format import in_hub_format, stock_model
@@ -30,19 +29,20 @@ from fourfold.mesh.grid import Grid
 from fourfold.parallel.lora import CONFIG as ADAPTER_CONFIG
 from fourfold.parallel.lora import PEFT_PREFIX, WEIGHTS, A, B, is_adapter
 from fourfold.parallel.report import Report
+from fourfold.weights.nf4 import dequantize, is_packed
 
 
 def full_parameters(model: nn.Module, report: Report) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of each tensor of the Hugging Face model: parameters, tied ones once, and persistent buffers.
 
-    Adapters of LoRA are merged into the weights. All ranks walk through it together, and each has the whole tensor until it asks for the next one.
+    Adapters of LoRA are merged into the weights, which are dequantised before if they are in NF4. All ranks walk through it together, and each has the whole tensor until it asks for the next one.
 
     Example:
         >>> {name: tensor.shape for name, tensor in full_parameters(model, report)}["lm_head.weight"]
         torch.Size([131, 16])
     """
     adapters = dict(_whole(model, report, is_adapter))
-    for name, whole in _whole(model, report, lambda name: not is_adapter(name)):
+    for name, whole in _whole(model, report, _is_base):
         linear = name.removesuffix(".weight")
         if (a := adapters.get(f"{linear}.{A}.weight")) is not None:
             assert report.lora is not None
@@ -52,9 +52,34 @@ def full_parameters(model: nn.Module, report: Report) -> Iterator[tuple[str, Ten
         yield name, whole
 
 
+def _is_base(name: str) -> bool:
+    return not is_adapter(name)
+
+
 def _whole(
     model: nn.Module, report: Report, is_wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor]]:
+    for hf_name, pieces in _pieces(model, report, is_wanted).items():
+        whole: Tensor | None = None
+        for piece, layout in pieces:
+            if layout is None:
+                whole = piece
+                continue
+            local = piece.to_local() if isinstance(piece, DTensor) else piece
+            if is_packed(local):
+                local = dequantize(local, torch.float32)
+            if whole is None:
+                whole = local.new_empty(layout.hf_shape)
+            for index, values in _of_all_ranks(local, layout, report.grid):
+                whole[index] = values
+        assert whole is not None
+        yield hf_name, whole
+
+
+def _pieces(
+    model: nn.Module, report: Report, is_wanted: Callable[[str], bool]
+) -> dict[str, list[tuple[Tensor, ParameterLayout | None]]]:
+    """The parameters that a Hugging Face tensor is in, with their layouts; or a persistent buffer, without."""
     # FSDP2 may hold unsharded weights after an evaluation; its state dict hooks reshard them.
     state = model.state_dict()
     parts: dict[str, list[tuple[Tensor, ParameterLayout | None]]] = {}
@@ -62,22 +87,9 @@ def _whole(
         if name in state and state[name].numel():
             layout = report.layouts.get(name)
             hf_name = name if layout is None else layout.hf_name
-            if not is_wanted(hf_name):
-                continue
-            parts.setdefault(hf_name, []).append((state[name].detach(), layout))
-    for hf_name, pieces in parts.items():
-        whole: Tensor | None = None
-        for piece, layout in pieces:
-            if layout is None:
-                whole = piece
-                continue
-            local = piece.to_local() if isinstance(piece, DTensor) else piece
-            if whole is None:
-                whole = local.new_empty(layout.hf_shape)
-            for index, values in _of_all_ranks(local, layout, report.grid):
-                whole[index] = values
-        assert whole is not None
-        yield hf_name, whole
+            if is_wanted(hf_name):
+                parts.setdefault(hf_name, []).append((state[name].detach(), layout))
+    return parts
 
 
 def _of_all_ranks(
@@ -118,10 +130,10 @@ def write_model(
         out.copy_(arrived[name][index])
 
     weights = {}
-    for full_name, held in model_tensors(model, report, of_adapters=False).items():
-        name = full_name.removeprefix(MODEL)
+    for name, ((tensor, layout), *_) in _pieces(model, report, _is_base).items():
+        shape = tuple(tensor.shape) if layout is None else layout.hf_shape
         read = functools.partial(copy, name)
-        weights[name] = LazyTensor.of(held.global_shape, dtype or torch.float32, read, frozenset((name,)))
+        weights[name] = LazyTensor.of(shape, dtype or torch.float32, read, frozenset((name,)))
     stock = stock_model(model)
     if stock is not None:
         weights = in_hub_format(stock, weights)

@@ -81,6 +81,17 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, Conv1D))
 
 
+def linears_of_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The linears of the blocks by name, but those of towers that text does not use. The head is not in a block."""
+    towers = idle_towers(model)
+    inside = {module for block in find_blocks(model) for module in block.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if module in inside and is_linear(module) and not any(name.startswith(f"{t}.") for t in towers)
+    }
+
+
 def linear_shape(module: nn.Module) -> tuple[int, int]:
     """(in_features, out_features)."""
     if isinstance(module, Conv1D):

@@ -34,41 +34,46 @@ class Dropout:
         sharded = {axis for axis in axes if axis is not None and self._grid.size(axis) > 1}
         if not sharded:
             return
-        seed = self._draw()
-        self._shared = self._generator().get_state()
+        seed = draw(self._grid.device)
+        self._shared = _generator(self._grid.device).get_state()
         x, y = self._grid.coordinate("x"), self._grid.coordinate("y")
         # Distinct for each coordinate on x, on y, and on both.
         if len(sharded) == 2:
             stream = 1 + self._grid.x + self._grid.y + y * self._grid.x + x
         else:
             stream = 1 + (x if "x" in sharded else self._grid.x + y)
-        self._generator().manual_seed((seed * _MIX + stream * 0x2545F4914F6CDD1D) % 2**63)
+        _generator(self._grid.device).manual_seed((seed * _MIX + stream * 0x2545F4914F6CDD1D) % 2**63)
 
     def leave(self) -> None:
         """Return to the state that all x and y ranks share."""
         if self._shared is not None:
-            self._generator().set_state(self._shared)
+            _generator(self._grid.device).set_state(self._shared)
             self._shared = None
 
     def forget(self) -> None:
         """Drop the saved state: the checkpoint has restored it, at the start of a recomputed forward."""
         self._shared = None
 
-    def _generator(self) -> torch.Generator:
-        device = self._grid.device
-        return (
-            torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
-        )
 
-    def _draw(self) -> int:
-        generator = self._generator()
-        if generator.device.type == "cpu":
-            with torch._C._DisableTorchDispatch():  # a real number, even under fake tensors
-                return int(torch.randint(2**62, (), generator=generator))
-        # A CUDA generator has its seed and offset on the host, so reading them does not wait for the device.
-        offset = generator.get_offset()
-        generator.set_offset(offset + 4)
-        return generator.initial_seed() * _MIX + offset
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
+def draw(device: torch.device) -> int:
+    """A number from the default generator of a device, the same on all ranks that share its state."""
+    generator = _generator(device)
+    if generator.device.type == "cpu":
+        with torch._C._DisableTorchDispatch():  # a real number, even under fake tensors
+            return int(torch.randint(2**62, (), generator=generator))
+    # A CUDA generator has its seed and offset on the host, so reading them does not wait for the device.
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)
+    return generator.initial_seed() * _MIX + offset
+
+
+def draw_for_shards(grid: Grid, axis: Axis | None) -> int:
+    """A seed for activations that are sharded over an axis: the same on the ranks that have the same part, different for each part."""
+    return (draw(grid.device) * _MIX + grid.coordinate(axis) * _STEP_MIX) % 2**63
 
 
 def seed_ranks(grid: Grid, seed: int, step: int = 0, *, replica: int = 0) -> None:

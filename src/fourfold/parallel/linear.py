@@ -41,7 +41,7 @@ from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import sum_backward
-from fourfold.parallel.dropout import Dropout
+from fourfold.parallel.dropout import Dropout, draw_for_shards
 from fourfold.parallel.product.linear_op import sharded_product
 from fourfold.parallel.product.product import Adapter, Product
 from fourfold.parallel.product.traced_product import register, traced_product
@@ -218,7 +218,13 @@ class FusedLinearGroup:
     def _compute(self, input: Tensor, members: Sequence[Linear4D]) -> tuple[Tensor, ...]:
         input, product, weights = self.operands(input, members)
         shapes = [self.output_shape(input, member, product) for member in members]
-        return sharded_product(input, product, shapes, weights)
+        return sharded_product(input, product, shapes, weights, self._dropout_seed(product, members))
+
+    def _dropout_seed(self, product: Product, members: Sequence[Linear4D]) -> int | None:
+        """Drawn in every forward in training, also one that backward runs again: that has the same state of random numbers."""
+        if not members[0].training or not any(a is not None and a.dropout for a in product.adapters):
+            return None
+        return draw_for_shards(self.grid, self.in_axis)
 
     def _product_of(self, members: Sequence[Linear4D]) -> Product:
         ends = list(itertools.accumulate(m.weight_count for m in members))
@@ -246,7 +252,7 @@ class FusedLinearGroup:
                 found.append(None)
                 continue
             end = first + 1 + member.weight_count
-            found.append(Adapter(first, slice(first + 1, end), member.adapter_scale))
+            found.append(Adapter(first, slice(first + 1, end), member.adapter_scale, member.adapter_dropout))
             first = end
         return tuple(found) if any(found) else ()
 
@@ -291,10 +297,12 @@ class Linear4D(nn.Module):
         cuts: Cuts = REPLICATED,
         head: bool = False,
         adapter_scale: float | None = None,
+        adapter_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.name, self.group, self.transposed = name, group, transposed
-        self.cuts, self.is_head, self.adapter_scale = cuts, head, adapter_scale
+        self.cuts, self.is_head = cuts, head
+        self.adapter_scale, self.adapter_dropout = adapter_scale, adapter_dropout
         self.in_features, self.out_features = in_features, out_features
         # Replicated key/value heads: all rows are here, this rank works with these.
         self._used_rows = used_rows

@@ -9,29 +9,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from fourfold.errors import UnsupportedError
+from fourfold.hf.anatomy import linear_shape, linears_of_blocks
 from fourfold.hf.init_replay import InitReplay, Step, fill_
 from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.hf.safetensors_reader import CheckpointFiles
+from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.untrusted_input import read_json
 from fourfold.weights.api import Precision
+from fourfold.weights.quantization import BLOCK, Quantization
 
 A, B = "lora_A", "lora_B"
 PEFT_PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 # Fields of PEFT's LoraConfig that are read, or that do not change what is computed. Every other one has to be off.
-_READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias", "init_lora_weights")
+_READ = (
+    *("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules"),
+    *("use_rslora", "bias", "init_lora_weights"),
+)
 _WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
@@ -46,7 +53,8 @@ class Lora:
 
     ``targets``: the ends of the names of linears (``("q_proj", "v_proj")``), a regular expression for whole names, or "all-linear",
     which is all but the head. ``adapter``: a folder that PEFT wrote, or its tensors by name, whose values they begin with; otherwise
-    A is random and B is 0.
+    A is random and B is 0. ``dropout``: the share of the numbers that an adapter reads as 0 in training. ``quantization`` of the frozen weights: ``nf4`` stores all linears of blocks, with an adapter or without,
+    as 4.5 bits for each number, and is QLoRA; the products are computed on their numbers in the precision of the run.
 
     Example:
         >>> Lora(rank=8, alpha=16).scale
@@ -59,11 +67,17 @@ class Lora:
     alpha: float = 32
     targets: tuple[str, ...] | str = ALL_LINEAR
     rank_stabilized: bool = False
+    dropout: float = 0.0
+    quantization: Quantization = "none"
     adapter: Path | Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank={self.rank} of LoRA has to be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} of LoRA has to be at least 0 and below 1")
+        if self.quantization not in get_args(Quantization):
+            raise ValueError(f"quantization {self.quantization!r} is not supported; use 'none' or 'nf4'")
 
     @property
     def scale(self) -> float:
@@ -103,7 +117,8 @@ class Lora:
             float(config["lora_alpha"]),
             targets if isinstance(targets, str) else tuple(sorted(map(str, targets))),
             bool(config.get("use_rslora", False)),
-            adapter,
+            float(config.get("lora_dropout") or 0.0),
+            adapter=adapter,
         )
 
     def to_config(self, model: nn.Module, layouts: Mapping[str, ParameterLayout]) -> dict[str, Any]:
@@ -122,7 +137,7 @@ class Lora:
             "inference_mode": True,
             "init_lora_weights": True,
             "lora_alpha": self.alpha,
-            "lora_dropout": 0.0,
+            "lora_dropout": self.dropout,
             "modules_to_save": None,
             "peft_type": "LORA",
             "r": self.rank,
@@ -138,12 +153,43 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{A}.weight", f".{B}.weight"))
 
 
-def freeze(model: nn.Module, precision: Precision) -> None:
-    """The weights are not trained, so they need no fp32 master."""
-    for parameter in model.parameters():
+def freeze(model: nn.Module, precision: Precision, packed: Collection[str] = ()) -> None:
+    """The weights are not trained, so they need no fp32 master. Those of the linears ``packed`` stay as they are until they are quantised."""
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
-        if precision == "bf16":
+        if precision == "bf16" and not (name.endswith(".weight") and name.rpartition(".")[0] in packed):
             parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def linears_in_nf4(model: nn.Module) -> set[str]:
+    """The linears of the blocks, by name: the same on every grid."""
+    linears = linears_of_blocks(model)
+    for name, module in linears.items():
+        in_features, _ = linear_shape(module)
+        if isinstance(module, Conv1D):
+            raise UnsupportedError(
+                f"{name} stores its weight as [in, out], and blocks of NF4 are parts of rows of [out, in]; use quantization='none'"
+            )
+        if type(module).forward is not nn.Linear.forward:
+            raise UnsupportedError(
+                f"{name} is a {type(module).__name__}, which computes in its own way, and NF4 is for plain linears; use "
+                "quantization='none'"
+            )
+        if in_features % BLOCK:
+            raise UnsupportedError(
+                f"{name} has {in_features} input features, which are not whole blocks of {BLOCK} for NF4; use quantization='none'"
+            )
+    return set(linears)
+
+
+def check_blocks(name: str, grid: Grid, in_features: int, axis: Axis | None) -> None:
+    """Has each rank of the axis that shards the input's features whole blocks of a weight in NF4?"""
+    ranks = grid.size(axis)
+    if in_features % (ranks * BLOCK):
+        raise UnsupportedError(
+            f"{name} has {in_features} input features, on {axis}={ranks} {in_features / ranks:g} on each rank, which are not whole blocks of "
+            f"{BLOCK} for NF4; use a smaller {axis}, or quantization='none'"
+        )
 
 
 def base_layouts(layouts: Mapping[str, ParameterLayout]) -> dict[str, ParameterLayout]:

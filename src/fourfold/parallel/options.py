@@ -76,6 +76,10 @@ def check_model(model: nn.Module) -> None:
             f"{type(model).__name__} has PEFT's adapters; pass the model without them, and lora=Lora.from_peft(folder) or "
             "lora=Lora.of_config(config.to_dict())"
         )
+    if getattr(model, "is_quantized", False):
+        raise UnsupportedError(
+            f"{type(model).__name__} is quantised already; build it without quantization_config, and use lora=Lora(quantization='nf4')"
+        )
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             raise ValueError(

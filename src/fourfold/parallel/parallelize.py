@@ -21,7 +21,7 @@ from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_spl
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
 from fourfold.parallel.float8.choice import Float8Recipe, check_device, linears_in_float8
-from fourfold.parallel.lora import Lora, base_layouts, fill_adapters, freeze
+from fourfold.parallel.lora import Lora, base_layouts, fill_adapters, freeze, linears_in_nf4
 from fourfold.parallel.loss.cross_entropy import chunk_loss, guard_loss
 from fourfold.parallel.options import (
     ActivationsWanted,
@@ -81,7 +81,7 @@ def parallelize(
         activation_offloading: keep the inputs of recomputed blocks in pinned host memory from forward to backward; for GPUs.
         float8: of the matmuls of linears in blocks. ``rowwise_with_gw_hp``: outputs and the gradients of inputs in e4m3, with a scale for
             each row, as in torchao's recipe of that name; the gradients of weights in ``precision``.
-        lora: train adapters of low rank (`Lora`) instead of the weights, which are frozen, and stored in ``precision``.
+        lora: train adapters of low rank (`Lora`) instead of the weights, which are frozen, and stored in ``precision``, or in NF4.
         checkpoint: a folder of safetensors, as `save_pretrained` writes it.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 
@@ -171,19 +171,28 @@ def arrange(
             "in the one graph of compile=True; use compile=False, or rates of 0"
         )
 
+    draws = options.lora is not None and options.lora.dropout > 0
+    if (why_eager := _why_not_compiled(options.lora)) is not None:
+        if options.compile:
+            raise UnsupportedError(f"{why_eager}, so compile=True is not supported; use compile=False")
+        if options.compile is None:
+            is_compiled, why_compiled = False, f"auto: {why_eager}"
     in_float8, not_in_float8 = set[str](), list[str]()
     if options.float8 != "none":
         check_device(grid, options.precision)
         in_float8, not_in_float8 = linears_in_float8(model)
 
+    packed = set[str]()
+    if options.lora is not None and options.lora.quantization == "nf4":
+        packed = linears_in_nf4(model)
     is_frozen = not any(p.requires_grad for p in model.parameters())  # a reference, as DPO has
     if options.lora is not None or is_frozen:
-        freeze(model, options.precision)
+        freeze(model, options.precision, packed)
 
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
     replaced = ModuleReplacement(
-        model, grid, dropout, inside, overlap, sequence, weights, in_float8, options.lora
+        model, grid, dropout, inside, overlap, sequence, weights, in_float8, options.lora, packed
     ).run(roles)
 
     # 3. The loss of logits whose vocabulary is sharded over x, and of a batch that is sharded over z and data.
@@ -216,7 +225,7 @@ def arrange(
     # 5. Two half-batches alternate, where activations are sent.
     split = BatchSplit.of(grid)
     why_unsplit = why_not_split(
-        model, overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None
+        model, overlap, grid, streamed=weights == "streamed", uses_dropout=dropout is not None or draws
     )
     if is_compiled:
         why_unsplit = "blocks are compiled"
@@ -251,11 +260,20 @@ def arrange(
         sum(kind != "none" for kind in checkpointing),
         len(in_float8),
         not_in_float8,
+        packed,
     )
     report = compose_report(
         model_name, grid, roles, replaced, options, decisions, caches, dropout is not None
     )
     return report, replays
+
+
+def _why_not_compiled(lora: Lora | None) -> str | None:
+    if lora is None:
+        return None
+    if lora.dropout:
+        return "adapters have dropout, whose seed is drawn in each forward"
+    return "weights are in NF4, and a graph may keep their numbers" if lora.quantization != "none" else None
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -28,11 +28,12 @@ from fourfold.parallel.local_views import (
     show_local_heads,
     show_local_parameters,
 )
-from fourfold.parallel.lora import A, B, Lora, is_adapter
+from fourfold.parallel.lora import A, B, Lora, check_blocks, is_adapter
 from fourfold.parallel.sequence import REPLICATED, show_full_shape
 from fourfold.parallel.sequence_roles import SequenceRoles, head_parts
 from fourfold.parallel.wrap import Inside
 from fourfold.weights.api import Weights
+from fourfold.weights.nf4 import packed_parameter
 from fourfold.weights.overlap import Overlap
 
 
@@ -51,8 +52,8 @@ class Replaced:
 class ModuleReplacement:
     """Replaces every module that has a role by its parallel form, in place.
 
-    ``sequence_roles`` are for sequence-parallel activations, ``float8`` the linears that compute in it, ``lora`` the adapters. With x = y = 1 all other
-    modules stay the stock ones, and with FSDP2 parameters stay plain tensors.
+    ``sequence_roles`` are for sequence-parallel activations, ``float8`` the linears that compute in it, ``lora`` the adapters, ``packed`` the
+    linears whose weights are in NF4. With x = y = 1 all other modules stay the stock ones, and with FSDP2 parameters stay plain tensors.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class ModuleReplacement:
         weights: Weights,
         float8: Collection[str],
         lora: Lora | None = None,
+        packed: Collection[str] = (),
     ) -> None:
-        self.weights, self.float8, self.lora = weights, float8, lora
+        self.weights, self.float8, self.lora, self.packed = weights, float8, lora, packed
         self.plain = weights == "fsdp2" and grid.x * grid.y == 1
         self.model, self.grid, self.dropout, self.inside, self.overlap = model, grid, dropout, inside, overlap
         self.sequence_roles = sequence_roles
@@ -92,10 +94,17 @@ class ModuleReplacement:
                 self.out.vocab_size = linear_shape(module)[1]
             if key is not None:
                 self._keep(role, module, [key])
-            elif keeps_all and (role.name in self.float8 or self._has_adapter(role, module)):
+            elif keeps_all and (
+                role.name in self.float8 or role.name in self.packed or self._has_adapter(role, module)
+            ):
                 self._put(role.name, self._linear(replace(role, in_axis="y", out_axis="x"), module))
             elif keeps_all:
                 self._keep(role, module, [k for k, p in module._parameters.items() if p is not None])
+            elif role.name in self.packed and role.in_axis is None and role.out_axis is None:
+                raise UnsupportedError(
+                    f"{role.name} is in NF4, and on x={self.grid.x}, y={self.grid.y} it is {role.word} ({role.why}), which is not supported; "
+                    "use x=1 and y=1, or quantization='none'"
+                )
             elif role.in_axis or role.out_axis:
                 self._put(role.name, self._linear(role, module))
             elif role.word == "embedding_rowwise":
@@ -147,6 +156,8 @@ class ModuleReplacement:
         if role.out_axis is not None and not replicated:
             weight_dims[role.out_axis] = out_dim
             bias_dims[role.out_axis] = 0
+        if role.name in self.packed:
+            check_blocks(role.name, self.grid, in_features, role.in_axis)
         parameters: dict[str, nn.Parameter] = {}
         start = 0
         for i, width in enumerate(role.segments or (out_features,)):
@@ -193,6 +204,7 @@ class ModuleReplacement:
             cuts=cuts,
             head=role.head,
             adapter_scale=adapter_scale,
+            adapter_dropout=0.0 if self.lora is None else self.lora.dropout,
         )
 
     def _has_adapter(self, role: Role, module: nn.Module) -> bool:
@@ -356,7 +368,12 @@ class ModuleReplacement:
 
     def _new(self, module_name: str, key: str, source: Tensor, layout: ParameterLayout) -> nn.Parameter:
         self.out.layouts[f"{module_name}.{key}" if module_name else key] = layout
-        return self._on_device(source) if self.plain else layout.parameter(source, self.grid)
+        parameter = self._on_device(source) if self.plain else layout.parameter(source, self.grid)
+        return (
+            packed_parameter(parameter)
+            if module_name in self.packed and key.startswith("weight")
+            else parameter
+        )
 
     def _on_device(self, source: Tensor) -> nn.Parameter:
         assert isinstance(source, nn.Parameter)

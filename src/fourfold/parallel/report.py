@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fourfold.hf.parameter_layout import ParameterLayout, describe
@@ -34,6 +34,7 @@ class Decisions:
     # How many linears of blocks compute in float8, and which do not.
     in_float8: int
     not_in_float8: Sequence[str]
+    in_nf4: Collection[str] = ()  # linears whose weights are packed
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def compose_report(
         f"blocks: {'compiled' if decisions.is_compiled else 'not compiled'} ({decisions.why_compiled})"
     )
     if options.lora is not None:
-        notes.append(_lora(options.lora, replaced.layouts, options.precision))
+        notes.append(_lora(options.lora, replaced.layouts, options.precision, decisions.in_nf4))
     if decisions.in_float8:
         others = len(decisions.not_in_float8)
         example = f", such as {decisions.not_in_float8[0]}" if others else ""
@@ -149,12 +150,17 @@ def compose_report(
     )
 
 
-def _lora(lora: Lora, layouts: Mapping[str, ParameterLayout], precision: str) -> str:
+def _lora(lora: Lora, layouts: Mapping[str, ParameterLayout], precision: str, packed: Collection[str]) -> str:
     adapters = {at.hf_name: math.prod(at.hf_shape) for at in layouts.values() if is_adapter(at.hf_name)}
     weights = {at.hf_name: math.prod(at.hf_shape) for at in base_layouts(layouts).values()}
+    of_dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
+    of_packed = ""
+    if packed:
+        count = sum(weights[f"{name}.weight"] for name in packed)
+        of_packed = f"; but {count:,} of these, in {len(packed)} linears, in NF4"
     return (
-        f"LoRA: rank {lora.rank}, scale {lora.scale:g}, {sum(adapters.values()):,} parameters of {len(adapters) // 2} linears are trained; "
-        f"{sum(weights.values()):,} are frozen, in {precision}"
+        f"LoRA: rank {lora.rank}, scale {lora.scale:g}{of_dropout}, {sum(adapters.values()):,} parameters of {len(adapters) // 2} linears are trained; "
+        f"{sum(weights.values()):,} are frozen, in {precision}" + of_packed
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from fourfold.hf.hub_format import ModelFiles
 from fourfold.hf.init_replay import InitReplay, fill_
 from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.mesh.grid import Grid
+from fourfold.weights.nf4 import is_packed, numbers, quantize
 
 
 def _shards(model: nn.Module, layouts: Mapping[str, ParameterLayout]) -> list[tuple[ParameterLayout, Tensor]]:
@@ -23,6 +25,17 @@ def _shards(model: nn.Module, layouts: Mapping[str, ParameterLayout]) -> list[tu
         assert isinstance(parameter, DTensor)
         shards.append((layout, parameter.to_local()))
     return shards
+
+
+@contextmanager
+def _numbers_of(local: Tensor) -> Iterator[Tensor]:
+    """A shard to write to; for a packed one memory of its size in fp32, which is packed afterwards."""
+    if not is_packed(local):
+        yield local
+        return
+    values = torch.empty(numbers(local), dtype=torch.float32, device=local.device)
+    yield values
+    local.copy_(quantize(values))
 
 
 @torch.no_grad()
@@ -36,7 +49,8 @@ def init_shards(
     """Random init with values that are the same on every grid."""
     for layout, local in _shards(model, layouts):
         index = layout.in_hf(layout.shard(grid))
-        fill_(local, replays[layout.hf_name], index, name=layout.hf_name, seed=seed)
+        with _numbers_of(local) as values:
+            fill_(values, replays[layout.hf_name], index, name=layout.hf_name, seed=seed)
 
 
 @torch.no_grad()
@@ -61,7 +75,8 @@ def load_shards(
                 f"{stored} has shape {files.shape(stored)} in {files.path}, but {layout.hf_shape} in the model; "
                 "use the config.json of that checkpoint"
             )
-        files.read_into(stored, local, layout.in_hf(layout.shard(grid)))
+        with _numbers_of(local) as values:
+            files.read_into(stored, values, layout.in_hf(layout.shard(grid)))
         unused.discard(stored)
     # Persistent buffers are small and complete on each rank.
     for name, buffer in model.named_buffers():

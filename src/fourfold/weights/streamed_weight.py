@@ -46,7 +46,9 @@ class StreamedWeight:
         element_bytes = torch.empty((), dtype=dtype).element_size()
         # Includes padding, if z does not divide the rows.
         self.memory_bytes = self.padded_rows_per_rank * grid.z * self.row_numel * element_bytes
-        self.is_small = math.prod(block_shape) * element_bytes <= bundle_bytes
+        # Those share a buffer of one dtype, and a packed weight is bytes.
+        is_bytes = dtype == torch.uint8
+        self.is_small = math.prod(block_shape) * element_bytes <= bundle_bytes and not is_bytes
         # Unsharded and in the dtype of the computation: the shard is the block.
         self.is_alias = grid.z == 1 and dtype == stored
         # Called when the gradient of a backward is complete.
@@ -225,9 +227,10 @@ def shard_parameters(
         for module, key in held_by:
             module._parameters[key] = sharded
         index = block_of.get(held_by[0][0], -1)
+        used = dtype if block.is_floating_point() else block.dtype
         weights.append(
             StreamedWeight(
-                names[parameter], held_by, index, block.shape, dim, block.dtype, grid, dtype, bundle_bytes
+                names[parameter], held_by, index, block.shape, dim, block.dtype, grid, used, bundle_bytes
             )
         )
     return weights

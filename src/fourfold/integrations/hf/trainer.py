@@ -272,7 +272,7 @@ class _Seeds(TrainerCallback):  # type: ignore[misc]
 _INSTEAD = {
     "model_init": "pass a model",
     "compute_loss_func": "leave it out: the loss is the model's",
-    "quantization_config": "use bf16=True",
+    "quantization_config": "use bf16=True, or parallel={'lora': ff.Lora(quantization='nf4')}",
 }
 
 

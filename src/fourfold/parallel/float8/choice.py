@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from fourfold.errors import UnsupportedError
-from fourfold.hf.anatomy import find_blocks, idle_towers, is_linear, linear_shape
+from fourfold.hf.anatomy import linear_shape, linears_of_blocks
 from fourfold.mesh.grid import Grid
 from fourfold.weights.api import Precision
 
@@ -23,16 +23,12 @@ _CAPABILITY = (8, 9)  # the first devices with matmuls of e4m3
 def linears_in_float8(model: nn.Module) -> tuple[set[str], list[str]]:
     """The linears of the blocks by name: those that compute in float8, and the others, whose sizes are not multiples of 16.
 
-    The sizes are those of the whole model, so that every grid has the same ones. The head is not in a block.
+    The sizes are those of the whole model, so that every grid has the same ones.
     """
-    towers = idle_towers(model)
-    inside = {module for block in find_blocks(model) for module in block.modules()}
     chosen: set[str] = set()
     others: list[str] = []
     sizes = ""
-    for name, module in model.named_modules():
-        if module not in inside or not is_linear(module) or any(name.startswith(f"{t}.") for t in towers):
-            continue
+    for name, module in linears_of_blocks(model).items():
         in_features, out_features = linear_shape(module)
         is_plain = type(module).forward in (nn.Linear.forward, Conv1D.forward)
         if is_plain and in_features % _MULTIPLE == 0 == out_features % _MULTIPLE:

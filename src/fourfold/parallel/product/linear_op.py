@@ -5,7 +5,7 @@ is gathered and reduced; `outputs.py` has the memory of the outputs.
 
 In float8 (`float8/operands.py`) the operands of O and dI are quantised after they are gathered; the rest is the same.
 
-An adapter (`lora.py`) adds s (I A^T) B^T to this rank's part of O before it is reduced, and s (dO B) A to its part of dI.
+An adapter (`low_rank.py`) adds s (I A^T) B^T to this rank's part of O before it is reduced, and s (dO B) A to its part of dI.
 
 The function is complete when it returns; its backward may leave the gradient of the input in flight, and with two half-batches the
 gradients of the weights to be computed (`mesh/reductions.py`).
@@ -13,7 +13,8 @@ gradients of the weights to be computed (`mesh/reductions.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,12 +24,22 @@ from fourfold.mesh.collectives import Pending
 from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import await_gradient, put_in_flight
 from fourfold.parallel.float8.operands import Float8, multiply, operands_of_gradient, operands_of_output
+from fourfold.parallel.product.low_rank import (
+    add_input_gradient,
+    each,
+    low_rank,
+    low_rank_gradient,
+    mask,
+    terms,
+)
+from fourfold.parallel.product.low_rank import gradients as gradients_of
 from fourfold.parallel.product.outputs import Outputs, memory_of, outputs_of
-from fourfold.parallel.product.product import Adapter, Product
+from fourfold.parallel.product.product import Adapter, Blocks, Product
 
 _Matrix = Tensor | Float8
 _A = TypeVar("_A", bound=_Matrix)
 _B = TypeVar("_B", bound=_Matrix)
+_ByMember = Blocks | Sequence[Sequence[_Matrix]] | Mapping[int, Sequence[_Matrix]]
 
 
 class _ShardedProduct(torch.autograd.Function):
@@ -39,18 +50,19 @@ class _ShardedProduct(torch.autograd.Function):
         product: Product,
         shapes: Sequence[tuple[int, ...]],
         deferred: bool,
+        seed: int | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient to gather
         results = block_results()
-        ctx.product, ctx.input_shape, ctx.deferred = product, input.shape, deferred
+        ctx.product, ctx.input_shape, ctx.deferred, ctx.seed = product, input.shape, deferred, seed
         ctx.postpones_weights = deferred and product.collectives.interleaving is not None
         ctx.keeps_input = product.overlap.keep_inputs
         own = input.reshape(-1, input.shape[-1])
         known = results.known(input.device) if results is not None else None
         full = gathered_input(product, own) if known is None or ctx.keeps_input else own
         # Not views of shared memory, which a model's code could not change in place.
-        outputs = known or [output.data for output in _computed(product, full, shapes, weights)]
+        outputs = known or [output.data for output in _computed(product, full, shapes, weights, seed)]
         if results is not None and known is None:
             ctx.result_index = results.keep(outputs)
         ctx.save_for_backward(full if ctx.keeps_input else own, *weights)
@@ -66,19 +78,27 @@ class _ShardedProduct(torch.autograd.Function):
             gradients,
             ctx.input_shape,
             ctx.needs_input_grad[0],
-            ctx.needs_input_grad[4:],
+            ctx.needs_input_grad[5:],
             keeps_input=ctx.keeps_input,
+            seed=ctx.seed,
         )
         if input_gradient is not None and ctx.postpones_weights:
+            are_wanted = ctx.needs_input_grad[5:]
             # Autograd wants tensors of these shapes here. Nobody reads them.
-            stand_ins = [w.new_empty(()).expand_as(w) for w in weights]
-            return (put_in_flight(input_gradient, pending, of_weights), None, None, None, *stand_ins)
+            stand_ins = [
+                w.new_empty(()).expand_as(w) if is_wanted else None
+                for w, is_wanted in zip(weights, are_wanted, strict=True)
+            ]
+            input_gradient = put_in_flight(
+                input_gradient, pending, lambda: [*compress(of_weights(), are_wanted)]
+            )
+            return (input_gradient, None, None, None, None, *stand_ins)
         weight_gradients = of_weights()
         if input_gradient is not None and ctx.deferred:
             input_gradient = put_in_flight(input_gradient, pending)
         else:
             pending.wait([gradient for gradient in weight_gradients if gradient is not None])
-        return (input_gradient, None, None, None, *weight_gradients)
+        return (input_gradient, None, None, None, None, *weight_gradients)
 
 
 def product_gradients(
@@ -91,6 +111,7 @@ def product_gradients(
     wants_weights: Sequence[bool],
     *,
     keeps_input: bool,
+    seed: int | None,
 ) -> tuple[Tensor | None, Pending, Callable[[], list[Tensor | None]]]:
     """(the gradient of the input, which is complete after a wait; what computes those of the weights); ``full`` is gathered if it was kept."""
     overlap = product.overlap
@@ -104,7 +125,7 @@ def product_gradients(
     # dI = dO W: a part of a sum over out_axis.
     arrived = _gathered_gradients(product, gradients)
     low_gradients = {
-        member: _low_rank_gradient(adapter, gradient, weights)
+        member: low_rank_gradient(adapter, gradient, weights)
         for member, gradient in arrived.items()
         if (adapter := product.adapter(member)) is not None
     }
@@ -114,8 +135,7 @@ def product_gradients(
         parts = _multiplied_back(product, full, arrived, weights)
         for member, low in low_gradients.items():
             adapter = cast(Adapter, product.adapter(member))
-            for part, columns in zip(_each(parts), weights[adapter.a].chunk(len(parts), dim=1), strict=True):
-                torch.addmm(part, low, columns, out=part)
+            add_input_gradient(adapter, parts, low, weights, mask(adapter, member, parts, seed))
         is_cut = product.enter != "whole" and product.out_ranks > 1
         input_gradient = parts.new_empty(input_shape) if is_cut else parts
         pending = product.reduce(input_gradient, parts, product.out_axis, product.enter)
@@ -133,36 +153,38 @@ def product_gradients(
                 made = [torch.empty_like(w) for w in weights[span]]
                 weight_gradients[span] = made
                 out_by_in = [m.t() for m in made] if product.transposed else made
-                for out, i, block in _terms(gradient, out_by_in, len(full)):
+                for out, i, block in terms(gradient, out_by_in, len(full)):
                     torch.mm(out.t(), full[i], out=block)
             if member in low_gradients:
                 adapter = cast(Adapter, product.adapter(member))
-                back = low_gradients[member].t()
-                weight_gradients[adapter.a] = torch.cat([torch.mm(back, part) for part in _each(full)], dim=1)
-                made = [torch.empty_like(w) for w in weights[adapter.b]]
-                weight_gradients[adapter.b] = made
-                low = _low_rank(adapter, full, weights)
-                for out, _, block in _terms(gradient, made, 1):
-                    torch.mm(out.t(), low, out=block)
+                kept = mask(adapter, member, full, seed)
+                weight_gradients[adapter.a], weight_gradients[adapter.b] = gradients_of(
+                    adapter, full, gradient, low_gradients[member], weights, kept
+                )
         return weight_gradients
 
     return input_gradient, pending, of_weights
 
 
 def sharded_product(
-    input: Tensor, product: Product, shapes: Sequence[tuple[int, ...]], weights: Sequence[Tensor]
+    input: Tensor,
+    product: Product,
+    shapes: Sequence[tuple[int, ...]],
+    weights: Sequence[Tensor],
+    seed: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """The output of each member, its tokens in the dims of ``shapes``."""
+    """The output of each member, its tokens in the dims of ``shapes``; ``seed``: of the dropout of adapters."""
     interleaving = product.collectives.interleaving
     deferred = product.out_ranks > 1 and (product.defers or interleaving is not None)
     if deferred:
         # Meanwhile the gradients of the weights are computed; those of a half-batch, while the other half sends, too.
-        postponed = weights if interleaving is not None else ()
-        input, *others = await_gradient(input, product.collectives, postponed)
-        weights = others or weights
+        postponed = [w for w in weights if w.requires_grad] if interleaving is not None else []
+        input, *awaited = await_gradient(input, product.collectives, postponed)
+        by_weight = dict(zip(map(id, postponed), awaited, strict=True))
+        weights = [by_weight.get(id(w), w) for w in weights]
     outputs = cast(
         tuple[Tensor, ...],
-        _ShardedProduct.apply(input, product, shapes, deferred, *weights),  # type: ignore[no-untyped-call]
+        _ShardedProduct.apply(input, product, shapes, deferred, seed, *weights),  # type: ignore[no-untyped-call]
     )
     results = block_results()
     if results is not None and results.is_again and results.is_empty:
@@ -170,7 +192,7 @@ def sharded_product(
         results.is_empty = False
         with torch.no_grad():
             full = gathered_input(product, input.reshape(-1, input.shape[-1]))
-            for output, values in zip(outputs, _computed(product, full, shapes, weights), strict=True):
+            for output, values in zip(outputs, _computed(product, full, shapes, weights, seed), strict=True):
                 output.copy_(values)
     if interleaving is None or not product.gathers_gradients:
         return outputs
@@ -190,34 +212,38 @@ def gathered_input(product: Product, own: Tensor) -> Tensor:
     return full
 
 
-def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+def multiplied(
+    product: Product, full: Tensor, weights: Sequence[Tensor], seed: int | None = None
+) -> list[Tensor]:
     """The outputs in flat memory: of all members that are cut alike together, or of each, where nothing is sent (`outputs_of`)."""
     interleaving = product.collectives.interleaving
     made: list[Outputs] = []
     in_flight: list[Pending] = []
-    blocks = [product.blocks(weights, member) for member in range(len(product.spans))]
+    blocks, widths_of = Blocks(product, weights, full.dtype), product.widths(weights)
     low_ranks = [
-        None if (adapter := product.adapter(member)) is None else _low_rank(adapter, full, weights)
+        None
+        if (adapter := product.adapter(member)) is None
+        else low_rank(adapter, full, weights, mask(adapter, member, full, seed))
         for member in range(len(product.spans))
     ]
     left: _Matrix = full
-    right: Sequence[Sequence[_Matrix]] = blocks
+    right: _ByMember = blocks
     if product.float8:
-        left, right = operands_of_output(full, blocks, product.shared_scales(product.in_axis))
+        every = [product.blocks(weights, member, full.dtype) for member in range(len(product.spans))]
+        left, right = operands_of_output(full, every, product.shared_scales(product.in_axis))
     for leave, members in product.together:
-        widths = [sum(block.shape[0] for block in right[m]) for m in members]
+        widths = [widths_of[m] for m in members]
         outputs = memory_of(product, members, widths, leave, full)
         # A chunk of the outputs is reduced while the next is multiplied.
         for chunk in outputs.chunks:
             for member, rows, out_memory in chunk.products:
                 # [input parts, groups of tokens, rows of each group, features]
                 read = left.unflatten(1, (out_memory.shape[1], -1))[:, :, rows]
-                for out, i, block in _terms(out_memory, right[member], len(full)):
-                    _multiply(read[i], block.t(), out, first=i == 0)
+                _multiply_by_each(read, right[member], out_memory)
                 if (low := low_ranks[member]) is not None:
                     read_low = low.unflatten(0, (out_memory.shape[1], -1))[:, rows]
                     adapter = cast(Adapter, product.adapter(member))
-                    for out, _, block in _terms(out_memory, weights[adapter.b], 1):
+                    for out, _, block in terms(out_memory, weights[adapter.b], 1):
                         _multiply(read_low, block.t(), out, first=False)
             chunk.put_together()
             in_flight.append(product.reduce(chunk.own, chunk.parts, product.in_axis, leave))
@@ -229,46 +255,46 @@ def multiplied(product: Product, full: Tensor, weights: Sequence[Tensor]) -> lis
     return [kept for outputs in made for kept in outputs.kept()]
 
 
-def _low_rank(adapter: Adapter, full: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """s I A^T: [tokens, rank]; where the input's features are sharded, a part of a sum, which is not reduced."""
-    low: Tensor | None = None
-    for part, columns in zip(_each(full), weights[adapter.a].chunk(len(full), dim=1), strict=True):
-        low = torch.mm(part, columns.t()) if low is None else torch.addmm(low, part, columns.t())
-    return cast(Tensor, low).mul_(adapter.scale)
-
-
-def _low_rank_gradient(adapter: Adapter, gradient: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """s dO B: [tokens, rank], of this rank's features of dO."""
-    low: Tensor | None = None
-    for out, _, block in _terms(gradient, weights[adapter.b], 1):
-        low = torch.mm(out, block) if low is None else torch.addmm(low, out, block)
-    return cast(Tensor, low).mul_(adapter.scale)
-
-
 def _multiplied_back(
     product: Product, full: Tensor, gradients: Mapping[int, Tensor], weights: Sequence[Tensor]
 ) -> Tensor:
     """dO W of all members, like ``full``."""
     parts = torch.empty_like(full, memory_format=torch.contiguous_format)
-    each, written = _each(parts), set[int]()
-    blocks = {member: product.blocks(weights, member) for member in gradients}
+    into, written = each(parts), set[int]()
     left: Mapping[int, _Matrix] = gradients
-    right: Mapping[int, Sequence[_Matrix]] = blocks
+    right: _ByMember = Blocks(product, weights, full.dtype)
     if product.float8:
+        blocks = {member: product.blocks(weights, member, full.dtype) for member in gradients}
         of_rows, of_columns = product.shared_scales(product.out_axis), product.shared_scales(product.in_axis)
         left, right = operands_of_gradient(gradients, blocks, of_rows, of_columns)
     for member in gradients:
-        for out, i, block in _terms(left[member], right[member], len(full)):
-            _multiply(out, block, each[i], first=i not in written, is_gradient=True)
-            written.add(i)
+        _multiply_back_by_each(left[member], right[member], into, written)
     return parts
 
 
+# Functions of their own, so that the numbers of a packed weight are gone when those of the next are made.
+def _multiply_by_each(read: _Matrix, blocks: Sequence[_Matrix], out_memory: Tensor) -> None:
+    for out, i, block in terms(out_memory, blocks, len(read)):
+        _multiply(read[i], block.t(), out, first=i == 0)
+
+
+def _multiply_back_by_each(
+    gradient: _Matrix, blocks: Sequence[_Matrix], into: Sequence[Tensor], written: set[int]
+) -> None:
+    for out, i, block in terms(gradient, blocks, len(into)):
+        _multiply(out, block, into[i], first=i not in written, is_gradient=True)
+        written.add(i)
+
+
 def _computed(
-    product: Product, full: Tensor, shapes: Sequence[tuple[int, ...]], weights: Sequence[Tensor]
+    product: Product,
+    full: Tensor,
+    shapes: Sequence[tuple[int, ...]],
+    weights: Sequence[Tensor],
+    seed: int | None,
 ) -> list[Tensor]:
     return outputs_of(
-        product, multiplied(product, full, weights), product.widths(weights), full.shape[1], shapes
+        product, multiplied(product, full, weights, seed), product.widths(weights), full.shape[1], shapes
     )
 
 
@@ -338,30 +364,6 @@ class _GatherGradients(torch.autograd.Function):
 
 
 # -- the matmuls ------------------------------------------------------------------------------------------------------
-
-
-def _terms(parts: _A, blocks: Sequence[_B], terms: int) -> Iterator[tuple[_A, int, _B]]:
-    """(columns of an output, which part of the input, the piece of a weight between them).
-
-    One for each weight of a member, unless the output or the input is cut by its features.
-    """
-    if len(parts) == 1 and len(blocks) == 1 and terms == 1:
-        yield _each(parts)[0], 0, blocks[0]
-        return
-    of_parts: Any = zip(*(b.chunk(len(parts)) for b in blocks), strict=True)
-    for part, rows in zip(_each(parts), of_parts, strict=True):
-        columns: Any = part.split([r.shape[0] for r in rows], dim=-1)
-        for column, row in zip(columns, rows, strict=True):
-            for i, piece in enumerate(row.chunk(terms, dim=1)):
-                yield column, i, piece
-
-
-def _each(parts: _A) -> Sequence[_A]:
-    """The parts, to read or to write. A view of all of the memory, where there is one: a graph copies into a part of it."""
-    found: Any = parts
-    if isinstance(parts, Float8):
-        return [found[i] for i in range(len(parts))]
-    return [found.squeeze(0)] if len(parts) == 1 else found.unbind()
 
 
 def _multiply(a: _Matrix, b: _Matrix, out: Tensor, *, first: bool, is_gradient: bool = False) -> None:

@@ -19,11 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives, Pending, Purpose
+from fourfold.weights.nf4 import dequantize, is_packed
 from fourfold.weights.overlap import Overlap
 
 Cut = Literal["tokens", "features", "whole"]
@@ -36,6 +38,7 @@ class Adapter:
     a: int
     b: slice
     scale: float
+    dropout: float = 0.0  # the share of the numbers of its input that are 0, in training
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,23 @@ class Product:
     def adapter(self, member: int) -> Adapter | None:
         return self.adapters[member] if self.adapters else None
 
-    def blocks(self, weights: Sequence[Tensor], member: int) -> list[Tensor]:
-        """A member's weights as [out, in]."""
-        own = weights[self.spans[member]]
-        return [w.t() for w in own] if self.transposed else list(own)
+    def blocks(self, weights: Sequence[Tensor], member: int, dtype: torch.dtype) -> list[Tensor]:
+        """A member's weights as [out, in]; of packed ones the numbers, in ``dtype``."""
+        own = [dequantize(w, dtype) if is_packed(w) else w for w in weights[self.spans[member]]]
+        return [w.t() for w in own] if self.transposed else own
+
+
+class Blocks:
+    """The weights of members as [out, in]. The numbers of packed ones are there while a member is in use: of one at a time."""
+
+    def __init__(self, product: Product, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self._product, self._weights, self._dtype = product, weights, dtype
+        self._member = -1
+        self._blocks: list[Tensor] = []
+
+    def __getitem__(self, member: int) -> list[Tensor]:
+        if member != self._member:
+            self._blocks = []  # before the next ones are made
+            self._blocks = self._product.blocks(self._weights, member, self._dtype)
+            self._member = member
+        return self._blocks

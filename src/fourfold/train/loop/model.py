@@ -74,7 +74,14 @@ def adapters_of(lora: LoraSection) -> Lora | None:
     """The adapters of a run config, as `parallelize` takes them."""
     if not lora.rank:
         return None
-    return Lora(lora.rank, lora.alpha, lora.targets or ALL_LINEAR, adapter=lora.adapter)
+    return Lora(
+        lora.rank,
+        lora.alpha,
+        lora.targets or ALL_LINEAR,
+        dropout=lora.dropout,
+        quantization=lora.quantization,
+        adapter=lora.adapter,
+    )
 
 
 def model_config(model: ModelSection) -> Any:
