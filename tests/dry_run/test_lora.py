@@ -54,6 +54,26 @@ def test_adapters_send_no_activation_more_and_half_of_the_weights(
     assert gradients == pytest.approx(4 * blocks * held, rel=0.02)
 
 
+def test_dropout_of_adapters_sends_nothing() -> None:
+    plain, dropped = (sent((1, 2, 2, 2), "fsdp2", Lora(RANK, dropout=rate)) for rate in (0.0, 0.1))
+    assert [(c.axis, c.kind, c.payload_bytes) for c in dropped] == [
+        (c.axis, c.kind, c.payload_bytes) for c in plain
+    ]
+
+
+@pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
+def test_packed_weights_are_sent_as_bytes(weights: str) -> None:
+    shape = (1, 2, 2, 2)
+    plain, packed = (
+        [c for c in sent(shape, weights, lora) if c.axis == "z" and c.purpose == "weight"]
+        for lora in (Lora(RANK), Lora(RANK, quantization="nf4"))
+    )
+    elements = sum(from_config(CONFIG.to_dict()).block_matrices) * CONFIG.num_hidden_layers / 4
+    saved = sum(c.payload_bytes for c in plain) - sum(c.payload_bytes for c in packed)
+    # In forward and in backward, 4.5 bits instead of bf16 for each number of a block's matrices.
+    assert saved == pytest.approx(2 * elements * (2 - 36 / 64), rel=0.01)
+
+
 def test_a_step_of_adapters_is_predicted_to_take_about_two_thirds() -> None:
     workload = from_config(
         {**CONFIG.to_dict(), "hidden_size": 8192, "intermediate_size": 28672, "head_dim": 1024}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from fourfold.config.schema import EngineSection
 
 if TYPE_CHECKING:
     from fourfold.config.schema import RunConfig
+    from fourfold.parallel.lora import Lora
 
 
 def add_to(commands: Any) -> None:
@@ -53,6 +54,11 @@ def add_to(commands: Any) -> None:
         type=positive,
         metavar="RANK",
         help="train adapters of this rank for all linears but the head, and freeze the weights (default: as the run config says)",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("none", "nf4"),
+        help="of the frozen weights of linears in blocks, with adapters (default: as the run config says, or none)",
     )
     parser.add_argument(
         "--target",
@@ -110,10 +116,16 @@ def run(options: argparse.Namespace) -> int:
     if config is not None and options.micro_batches is None:
         rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1])
         values["micro_batches"] = max(1, rows // (config.batch.micro_batch_sequences or rows or 1))
+    adapters = adapters_of(config.lora) if config is not None else None
+    if options.lora:
+        adapters = Lora(options.lora)
+    if options.quantization:
+        if adapters is None:
+            raise ValueError("--quantization is for the frozen weights of adapters; give --lora as well")
+        adapters = replace(adapters, quantization=options.quantization)
     chosen = {name: values.get(name, getattr(engine, name)) for name in EngineSection.model_fields}
     if (asked := engine.model_copy(update=chosen)).is_open:
-        chosen |= _that_fit(config, where, values, asked, options)
-    adapters = adapters_of(config.lora) if config is not None else None
+        chosen |= _that_fit(config, where, values, asked, options, adapters)
     result = dryrun(
         find_model_config(where),
         values["grid"],
@@ -130,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
         compile=chosen["compile"],
         activation_offloading=chosen["activation_offloading"],
         float8=chosen["float8"],
-        lora=Lora(options.lora) if options.lora else adapters,
+        lora=adapters,
         overlap=Overlap(keep_inputs=chosen["keep_inputs"], keep_bytes=chosen["keep_weights_bytes"]),
         optimizer="adamw" if config is None else config.optimizer.name,
         target=options.target,
@@ -186,6 +198,7 @@ def _that_fit(
     values: dict[str, Any],
     engine: EngineSection,
     options: argparse.Namespace,
+    adapters: Lora | None,
 ) -> dict[str, Any]:
     """What a run on devices of that memory would choose."""
     from fourfold.planner.inputs import cluster as clusters
@@ -204,7 +217,8 @@ def _that_fit(
         "adamw" if config is None else config.optimizer.name,
         None if gib is None else gib * 2**30,
         options.target,
-        options.lora or (config.lora.rank if config is not None else 0),
+        0 if adapters is None else adapters.rank,
+        "none" if adapters is None else adapters.quantization,
     )
 
 

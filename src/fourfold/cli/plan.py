@@ -94,6 +94,11 @@ def add_to(commands: Any) -> None:
         metavar="RANK",
         help="train adapters of this rank for all linears but the head, and freeze the weights (default: as the run config says)",
     )
+    parser.add_argument(
+        "--quantization",
+        choices=("none", "nf4"),
+        help="of the frozen weights of linears in blocks, with adapters (default: as the run config says, or none)",
+    )
     parser.add_argument("--rows", type=positive, default=10, help="number of layouts to show (default: 10)")
     parser.add_argument(
         "--explain",
@@ -139,7 +144,10 @@ def run(options: argparse.Namespace) -> int:
     if options.trace and wanted:
         refuse_compiled("leave out --trace or --compile")
     # Dry runs, which are simulated and traced, do not follow compiled blocks.
-    can_compile = cluster.target == "cuda" and not options.simulate and not options.trace
+    quantization = asked.options.get("quantization", "none")
+    can_compile = (
+        quantization == "none" and cluster.target == "cuda" and not options.simulate and not options.trace
+    )
     is_compiled = can_compile if wanted is None else wanted
     plan = make_plan(
         asked.model,
@@ -155,7 +163,7 @@ def run(options: argparse.Namespace) -> int:
     optimizer = asked.options.get("optimizer", "adamw")
     workload = workload.attended(asked.options.get("attention", "auto"), cluster.target, precision)
     lora_rank = asked.options.get("lora_rank", 0)
-    workload = workload.adapted(lora_rank)
+    workload = workload.adapted(lora_rank, quantization)
     float8 = asked.options.get("float8", "none")
     title = f"{asked.name} ({_billions(workload)}) on {asked.gpus} devices of {cluster.name}, {sequences} x {length} tokens"
     width = min(max(shutil.get_terminal_size((150, 24)).columns, 80), 180)
@@ -191,6 +199,7 @@ def run(options: argparse.Namespace) -> int:
             attention,
             float8,
             lora_rank,
+            quantization,
         )
         timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
@@ -203,7 +212,7 @@ def run(options: argparse.Namespace) -> int:
             "engine.float8": float8,
             "optimizer.name": optimizer,
         }
-        planned_for["lora.rank"] = lora_rank
+        planned_for |= {"lora.rank": lora_rank, "lora.quantization": quantization}
         print(_write(options.write, plan, sequences, length, asked_for, planned_for))
     return 0
 
@@ -249,6 +258,8 @@ class _Asked:
         }
         if options.lora:
             own["lora_rank"] = options.lora
+        if options.quantization:
+            own["quantization"] = options.quantization
         if options.keep_inputs is not None:
             own["keep_inputs"] = (options.keep_inputs,)
         wanted = {"precision": None, **found, **own, "sequences": sequences, "length": length}

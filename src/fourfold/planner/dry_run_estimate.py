@@ -40,6 +40,7 @@ class Job:
     attention: Attention | None = None  # as `dryrun` takes it
     float8: Any = "none"
     lora_rank: int = 0
+    quantization: Any = "none"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         target=job.target,
         optimizer=job.optimizer,
         float8=job.float8,
-        lora=Lora(job.lora_rank) if job.lora_rank else None,
+        lora=Lora(job.lora_rank, quantization=job.quantization) if job.lora_rank else None,
     )
     return DryRunEstimate(layout, done.traced, done.left_out)
 

@@ -28,6 +28,7 @@ from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import ACCUMULATION, Accumulation, Activations, Attention, Layout
 from fourfold.planner.search import RESERVE, Plan, Rejected, memory_limit_bytes, search, too_large
 from fourfold.planner.workers import for_all, simulate_layout
+from fourfold.weights.quantization import Quantization
 
 
 def plan(
@@ -53,6 +54,7 @@ def plan(
     attention: Attention = "auto",
     reserve: float = RESERVE,
     lora_rank: int = 0,
+    quantization: Quantization = "none",
     roles: Mapping[str, str] | None = None,
     dry_runs: int = 100,
     quiet: bool = False,
@@ -68,7 +70,8 @@ def plan(
     devices whose rate in it is published. Replicated and sequence-parallel ``activations`` are both tried, unless one is given; the
     latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which. With
     ``activation_offloading`` the inputs of blocks that are recomputed are on the host, where a layout recomputes any. ``attention`` is that
-    of packed documents, as in a run config. With a ``lora_rank`` adapters of all linears but the head are trained, and the weights frozen.
+    of packed documents, as in a run config. With a ``lora_rank`` adapters of all linears but the head are trained, and the weights frozen,
+    with a ``quantization`` of those in blocks.
 
     Any other module that takes ``input_ids``, ``labels`` and ``**kwargs`` of its loss and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them and the
@@ -83,6 +86,10 @@ def plan(
     source, workload = describe(model)
     weights = weights or ("fsdp2" if machines.target == "cuda" else "streamed")
     is_simulated = bool(simulate) or workload is None
+    if quantization != "none":
+        if compile:
+            raise ValueError(f"blocks with quantization={quantization!r} are not compiled; use compile=False")
+        compile = False
     if compile is None:
         compile = machines.target == "cuda" and not is_simulated
     if compile and is_simulated:
@@ -94,10 +101,22 @@ def plan(
         _ = machines.device.best_float8_tflops  # refuses devices without one
         if workload is not None:
             check_float8(workload)
-    workload = workload and workload.attended(attention, machines.target, work).adapted(lora_rank)
+    workload = workload and workload.attended(attention, machines.target, work).adapted(
+        lora_rank, quantization
+    )
     of_dry_run: Attention | None = "flex" if workload is not None and workload.is_flex else None
     job = Job(
-        source, sequences, length, machines.target, work, roles, optimizer, of_dry_run, float8, lora_rank
+        source,
+        sequences,
+        length,
+        machines.target,
+        work,
+        roles,
+        optimizer,
+        of_dry_run,
+        float8,
+        lora_rank,
+        quantization,
     )
     if workload is None:
         # Few such modules allow sequence parallelism, and each try is a dry run.
@@ -175,8 +194,9 @@ def plan(
             f"Linears of blocks compute in float8 ({float8}); MFU and HFU are parts of the peak in bf16."
         )
     if lora_rank:
+        of_weights = "" if quantization == "none" else ", the weights of blocks in NF4"
         notes.append(
-            f"LoRA of rank {lora_rank} in all linears but the head; MFU and HFU count two of three products of frozen weights."
+            f"LoRA of rank {lora_rank} in all linears but the head{of_weights}; MFU and HFU count two of three products of frozen weights."
         )
     return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *failed], notes=tuple(notes))
 

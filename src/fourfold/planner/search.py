@@ -24,6 +24,7 @@ from fourfold.planner.inputs.layout import (
     undivided_axis,
 )
 from fourfold.planner.inputs.workload import Workload
+from fourfold.weights.quantization import BLOCK
 
 # The part of a device's memory for its context, the library's buffers and what an allocator cannot use.
 RESERVE = 0.10
@@ -89,8 +90,18 @@ def why_not_grid(workload: Workload, grid: tuple[int, int, int, int], batch_sequ
         reason
         or _undivided("x", x, w.ffn, f"intermediate_size={w.ffn}")
         or _undivided("y", y, w.hidden, f"hidden_size={w.hidden}")
+        or _why_not_packed(w, y, x)
         or _undivided("data*z", data * z, batch_sequences, f"the global batch of {batch_sequences}")
     )
+
+
+def _why_not_packed(w: Workload, y: int, x: int) -> str | None:
+    """Have the ranks of an axis whole blocks of the rows of weights in NF4?"""
+    of_axis = (("y", y, w.hidden), ("x", x, w.q_features), ("x", x, w.ffn))
+    for axis, ranks, features in of_axis if w.quantization == "nf4" else ():
+        if features % (ranks * BLOCK):
+            return f"{axis}={ranks} does not divide {features} input features into whole blocks of {BLOCK} for NF4; use a smaller {axis}"
+    return None
 
 
 def _undivided(axis: str, ranks: int, size: int, name: str) -> str | None:
@@ -136,7 +147,7 @@ def search(
         if reason is not None:
             rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason))
             continue
-        gathered_bytes = int(WORK_BYTES * workload.layers * prices.shard(y, x).block)
+        gathered_bytes = int(workload.weight_bytes(WORK_BYTES) * workload.layers * prices.shard(y, x).block)
         keeps = (0, gathered_bytes // 2, gathered_bytes) if keep_bytes is None else (keep_bytes,)
         keeps = keeps if weights == "streamed" and z > 1 else (0,)
         undivided = undivided_axis(length, y, x)

@@ -44,6 +44,8 @@ _INPUTS = attrgetter(
     "engine.activation_offloading",
     "engine.float8",
     "lora.rank",
+    "lora.quantization",
+    "lora.dropout",
     "optimizer.name",
 )
 _CHECKPOINTING = attrgetter("activation_checkpointing", "checkpointed_blocks")
@@ -153,11 +155,13 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
         "length": run.data.sequence_length,
         "weights": engine.weights if engine.weights != "auto" else None,
         "precision": engine.precision,
-        "compile": engine.compile,
+        # Dropout of adapters is not compiled (`parallelize`).
+        "compile": False if run.lora.dropout else engine.compile,
         "activation_offloading": engine.activation_offloading,
         "attention": engine.attention,
         "float8": engine.float8,
         "lora_rank": run.lora.rank,
+        "quantization": run.lora.quantization,
         "optimizer": run.optimizer.name,
         "checkpointing": KINDS if checkpointing == "auto" else (checkpointing,),
         "checkpointed_blocks": engine.checkpointed_blocks,

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from fourfold.optim.kinds import Optimizer
+    from fourfold.weights.quantization import Quantization
 
 
 def fit_into_memory(run: RunConfig, device_bytes: float | None, target: str) -> RunConfig:
@@ -38,6 +39,7 @@ def fit_into_memory(run: RunConfig, device_bytes: float | None, target: str) -> 
         device_bytes,
         target,
         run.lora.rank,
+        run.lora.quantization,
     )
     return run.model_copy(update={"engine": run.engine.model_copy(update=chosen)})
 
@@ -58,6 +60,7 @@ def fields_that_fit(
     device_bytes: float | None,
     target: str,
     lora_rank: int = 0,
+    quantization: Quantization = "none",
 ) -> dict[str, Any]:
     """The fields `BY_MEMORY` of [engine] on a grid.
 
@@ -78,7 +81,7 @@ def fields_that_fit(
     if workload is None or device_bytes is None:
         settled = engine.without_auto()
         return {name: getattr(settled, name) for name in BY_MEMORY}
-    workload = workload.attended(engine.attention, target, engine.precision).adapted(lora_rank)
+    workload = workload.attended(engine.attention, target, engine.precision).adapted(lora_rank, quantization)
     *_, y, x = shape
     rows, length, micro_batches = batch
     is_cut = x * y > 1 and engine.activations != "replicated" and undivided_axis(length, y, x) is None

@@ -188,6 +188,19 @@ def test_the_closed_form_knows_adapters(model, layout):
 
 
 @pytest.mark.parametrize(
+    ("model", "layout"),
+    [ADAPTED[0], *(pytest.param(*point, marks=pytest.mark.nightly) for point in ADAPTED[1:5])],
+    ids=str,
+)
+def test_the_closed_form_knows_packed_weights(model, layout):
+    workload = from_config(MODELS[model].to_dict()).adapted(16, "nf4")
+    closed = memory(workload, layout, SEQUENCES * LENGTH, length=LENGTH)
+    done = dry_run(model, layout, lora=Lora(16, quantization="nf4")).peak
+    assert closed.total_bytes == pytest.approx(done.bytes, rel=0.03), closed
+    assert closed.parameters_bytes == pytest.approx(done.by_category["parameters"], rel=0.005)
+
+
+@pytest.mark.parametrize(
     ("model", "layout", "sequences"),
     [OFFLOADED[0], *(pytest.param(*point, marks=pytest.mark.nightly) for point in OFFLOADED[1:])],
     ids=str,

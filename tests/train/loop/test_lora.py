@@ -14,11 +14,14 @@ from fourfold.config.run_file import ConfigError, from_dict
 from fourfold.config.schema import RunConfig
 from fourfold.export import export
 from tests.parallel.test_lora import LORA, adapt, write_adapter
+from tests.parallel.test_qlora import round_blocks
 from tests.training import on, train, write_run
 
 
 def stock_losses(run: RunConfig) -> dict[int, float]:
     stock = Stock(run)
+    if run.lora.quantization == "nf4":
+        round_blocks(stock.model)
     section = run.optimizer
     stock.optimizer = torch.optim.AdamW(
         adapt(stock.model).values(),
@@ -30,9 +33,16 @@ def stock_losses(run: RunConfig) -> dict[int, float]:
     return dict(stock.losses())
 
 
-def test_a_run_trains_adapters_and_resumes_on_another_grid(pool: RankPool, tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "adapter", "llama")
-    values = write_run(tmp_path) | {"lora": {"rank": LORA.rank, "alpha": LORA.alpha, "adapter": str(folder)}}
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [("llama", "none"), pytest.param("wide llama", "nf4", marks=pytest.mark.nightly)],
+)
+def test_a_run_trains_adapters_and_resumes_on_another_grid(
+    pool: RankPool, tmp_path: Path, kind: str, quantization: str
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", kind)
+    lora = {"rank": LORA.rank, "alpha": LORA.alpha, "adapter": str(folder), "quantization": quantization}
+    values = write_run(tmp_path, kind) | {"lora": lora}
     first, second = (
         on(values, shape, batch={"micro_batch_sequences": 2}) for shape in ((1, 2, 1, 2), (1, 1, 2, 2))
     )
@@ -65,6 +75,19 @@ def test_a_run_trains_adapters_and_resumes_on_another_grid(pool: RankPool, tmp_p
         ({"model": {"config": "a"}}, "set model.pretrained"),
         ({"engine": {"float8": "rowwise_with_gw_hp", "precision": "bf16"}}, "use one of the two"),
         ({"optimizer": {"name": "muon"}}, "Muon is for whole matrices"),
+        (
+            {"lora": {"quantization": "nf4"}},
+            r"lora\.quantization='nf4' has no effect without adapters; set lora\.rank",
+        ),
+        (
+            {"lora": {"rank": 4, "quantization": "nf4"}, "engine": {"compile": True}},
+            r"lora\.quantization='nf4' with engine\.compile=true",
+        ),
+        (
+            {"lora": {"rank": 4, "dropout": 0.1}, "engine": {"compile": True}},
+            r"lora\.dropout=0\.1 with engine",
+        ),
+        ({"lora": {"rank": 4, "dropout": 1.0}}, "less than 1"),
     ],
 )
 def test_what_adapters_do_not_go_with_is_refused(changes: dict[str, object], message: str) -> None:
@@ -86,10 +109,16 @@ def test_a_dry_run_stores_frozen_weights_once(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     command = ["dryrun", str(tmp_path), "--grid", "1,2,1,2", "--global-batch-size", "2", "--seq-len", "64"]
     before = {}
-    for name, words in (("all", []), ("lora", ["--lora", "8"])):
+    for name, words in (
+        ("all", []),
+        ("lora", ["--lora", "8"]),
+        ("nf4", ["--lora", "8", "--quantization", "nf4"]),
+    ):
         assert main([*command, *words, "--json", str(tmp_path / "out.json")]) == 0
         before[name] = json.loads((tmp_path / "out.json").read_text())["between_steps"]
-    assert "LoRA: rank 8, scale 4, " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "LoRA: rank 8, scale 4, " in shown
+    assert "in 14 linears, in NF4" in shown
     linears = 2 * (4 * 256 * 256 + 3 * 256 * 512)
     # A of linears from y to x, and B of those from x to y, are whole on both x ranks.
     whole = 2 * 8 * (5 * 256 + 2 * 256)
@@ -97,4 +126,7 @@ def test_a_dry_run_stores_frozen_weights_once(tmp_path: Path, capsys: pytest.Cap
     frozen = linears + 2 * 1024 * 256 + 5 * 256
     assert before["all"]["parameters"] == pytest.approx(4 * frozen / 4, rel=0.01)
     assert before["lora"]["parameters"] == pytest.approx(2 * frozen / 4 + 4 * (whole / 2 + cut / 4), rel=0.01)
+    adapters = 4 * (whole / 2 + cut / 4)
+    packed = linears * 36 / 64 + 2 * (frozen - linears)
+    assert before["nf4"]["parameters"] == pytest.approx(packed / 4 + adapters, rel=0.01)
     assert before["lora"]["optimizer"] == pytest.approx(8 * (whole / 2 + cut / 4), rel=0.01)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from fourfold.planner.cost.collective import Kind
 from fourfold.planner.cost.compute import attention_core_s, matmul_s, memory_s
-from fourfold.planner.cost.elementwise import block_bytes, ends_bytes, head_sum_bytes
+from fourfold.planner.cost.elementwise import UNPACKED_BYTES, block_bytes, ends_bytes, head_sum_bytes
 from fourfold.planner.cost.float8 import casts_s, shared_scales
 from fourfold.planner.cost.linears import Given, Linears, Sharding
 from fourfold.planner.inputs.cluster import Slowdown
@@ -65,7 +65,10 @@ def groups_of(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[Li
         Linears(inner, (hidden,), "x", "y", between, (between,)),
     ]
     if w.lora_rank:
-        groups = [group._replace(is_trained=False, adapter_rank=w.lora_rank) for group in groups]
+        groups = [
+            group._replace(is_trained=False, adapter_rank=w.lora_rank, is_packed=w.quantization == "nf4")
+            for group in groups
+        ]
     return groups
 
 
@@ -179,6 +182,8 @@ def _matmul_s(features: float, sharding: Sharding, group: Linears, given: Given,
     if which == "weight" and not group.is_trained:
         return adapter_s
     each_s = matmul_s(1, *sizes, given.device, given.kernels.matmul_share, float8=float8)
+    if group.is_packed and which != "weight":
+        adapter_s += memory_s(UNPACKED_BYTES * features * group.inputs, given.device)
     return pieces_in * pieces_out * each_s + adapter_s
 
 

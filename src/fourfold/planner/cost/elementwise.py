@@ -50,6 +50,9 @@ _ENDS = {"fused": 12, "eager": 4 + 36 + 92, "compiled": 4 + 36 + 92}
 # Fused AdamW reads parameter, gradient and two moments and writes all but the gradient; as operators one after another it passes over
 # them eight times. Clipping reads the gradients, and reads and writes them once more.
 CLIP_BYTES = 12
+# To unpack a number of NF4 (`weights/nf4.py`): four bits and a part of a scale become an index, which is read, a value in fp32, which is
+# written and read, and a number in bf16.
+UNPACKED_BYTES = 0.5 + 2 + 2 + 4 + 4 + 2
 _ADAMW, _ADAMW_IN_PARTS = 28, 80
 _WIDEN = 24  # two moments from bf16 to fp32 and back
 

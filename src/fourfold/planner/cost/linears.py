@@ -40,3 +40,4 @@ class Linears(NamedTuple):
     output_shardings: tuple[Sharding, ...]
     is_trained: bool = True  # or its weights are frozen
     adapter_rank: int = 0  # of LoRA, which each of them has then
+    is_packed: bool = False  # its weights are in NF4: their numbers are made for each product

@@ -23,6 +23,7 @@ from fourfold.planner.cost.optimizer import (
 )
 from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import Workload
+from fourfold.weights.quantization import BYTES_BETWEEN, UNPACKED_AT_ONCE
 
 MASTER_BYTES = 4
 STEP_BYTES = 4  # beside Muon, AdamW makes one temporary of every shard; alone it is fused
@@ -84,6 +85,12 @@ def shard_of(workload: Workload, y: int, x: int) -> ShardSizes:
         colwise = sum(w.hidden / y + out for out in rows) - (2 * w.hidden / y if w.fused_qkv else 0.0)
         adapters = w.lora_rank * (colwise + (w.q_features + w.ffn) / x + 2 * w.hidden / y)
     return ShardSizes(block, sum(matrices), table, outside, largest, q, kv, inner, adapters)
+
+
+def sent_bytes(workload: Workload, shard: ShardSizes, work_bytes: int) -> float:
+    """Bytes of a block's weights as they are gathered, without adapters."""
+    matrices = workload.weight_bytes(work_bytes) * shard.matrices
+    return matrices + work_bytes * (shard.block - shard.matrices)
 
 
 @dataclass(frozen=True)
@@ -257,7 +264,12 @@ def _moments(
     trained = shard.trained
     whole = w.layers * trained.block + trained.outside
     stored = whole / layout.z
-    frozen = (w.layers * shard.block + shard.outside) / layout.z if w.lora_rank else 0.0
+    element_bytes = (
+        sent_bytes(w, shard, work_bytes) / shard.block
+    )  # of a block's weights as they are gathered
+    frozen_bytes = 0.0
+    if w.lora_rank:
+        frozen_bytes = (element_bytes * w.layers * shard.block + work_bytes * shard.outside) / layout.z
     cut = layout.y * layout.x > 1
     accumulates = layout.micro_batches > 1
     kinds = layout.checkpointing_of(w.layers)
@@ -267,7 +279,7 @@ def _moments(
     is_streamed = layout.weights == "streamed"
     sends = layout.z * layout.data > 1
     by_muon = w.layers * shard.matrices / layout.z if optimizer == "muon" else 0.0
-    parameters = MASTER_BYTES * stored + work_bytes * frozen  # frozen weights are stored as they are used
+    parameters = MASTER_BYTES * stored + frozen_bytes  # frozen weights are stored as they are sent
     moments = ADAMW_STATE_BYTES[optimizer] * (stored - by_muon) + MUON_STATE_BYTES * by_muon
 
     def at(
@@ -294,7 +306,11 @@ def _moments(
     # Gathered weights. Whole on each rank and in the precision of the work, the shard is the block: nothing is gathered.
     is_block = work_bytes == MASTER_BYTES or bool(w.lora_rank)
     copied = 0 if is_streamed and layout.z == 1 and is_block else work_bytes
-    kept = min(layout.keep_bytes, copied * w.layers * shard.block)
+    in_blocks = element_bytes if copied else 0.0
+    kept = min(layout.keep_bytes, in_blocks * w.layers * shard.block)
+    unpacked = 0.0  # the numbers of the linear in use
+    if w.quantization == "nf4":
+        unpacked = work_bytes * shard.inner + BYTES_BETWEEN * min(UNPACKED_AT_ONCE, shard.inner)
     # FSDP2 has a last group for what is in no block, and no group of its own: gathered from the first forward to the end.
     in_root = not is_streamed and w.tied
     root = copied * shard.outside if in_root else 0.0
@@ -303,12 +319,12 @@ def _moments(
     buffers = 0.0
     if is_streamed:
         ahead = shard.inner + shard.q + shard.kv if is_recomputed else 3 * shard.inner
-        at_loss = copied * (shard.table + ahead) + kept
+        at_loss = copied * shard.table + in_blocks * ahead + kept
         window = (
             shard.block if w.lora_rank else shard.largest
         )  # frozen weights stay until backward is in another block
-        in_block = copied * (shard.block + shard.q + 2 * shard.kv if is_recomputed else window) + kept
-        in_last = copied * (shard.block - shard.inner if is_recomputed else shard.largest)
+        in_block = in_blocks * (shard.block + shard.q + 2 * shard.kv if is_recomputed else window) + kept
+        in_last = in_blocks * (shard.block - shard.inner if is_recomputed else shard.largest)
         # Adapters are small weights, which are gathered together.
         adapters = work_bytes * w.layers * shard.adapters
         at_loss, in_block, in_last = at_loss + adapters, in_block + adapters, in_last + adapters
@@ -317,11 +333,12 @@ def _moments(
     else:
         # FSDP2 keeps the buffer of the last gather in forward until the next; there is none on a z of one.
         gathers = layout.z > 1
-        last_gather = shard.block if in_root else shard.table
-        at_loss = (root or copied * shard.table) + copied * last_gather * gathers
-        block = shard.block + shard.adapters
-        in_block = root + copied * block * (2 if gathers else 1)
-        in_last = root + copied * block
+        last_gather = in_blocks * shard.block if in_root else copied * shard.table
+        at_loss = (root or copied * shard.table) + last_gather * gathers
+        block = in_blocks * shard.block + copied * shard.adapters
+        in_block = root + block * (2 if gathers else 1)
+        in_last = root + block
+    in_block, in_last = in_block + unpacked, in_last + unpacked
 
     # The loss. Gradients that are added up over micro-batches are whole over z until they are sent.
     columns = -(-w.vocabulary // layout.x)

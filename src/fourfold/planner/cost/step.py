@@ -24,7 +24,7 @@ from fourfold.planner.cost.collective import Kind, collective_s
 from fourfold.planner.cost.compute import Kernels, host_copy_s, memory_s
 from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
 from fourfold.planner.cost.linears import Given
-from fourfold.planner.cost.memory import Memory, ShardSizes, memory, shard_of
+from fourfold.planner.cost.memory import Memory, ShardSizes, memory, sent_bytes, shard_of
 from fourfold.planner.cost.optimizer import OptimizerTime, muon_time
 from fourfold.planner.inputs.cluster import Cluster, Device
 from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
@@ -217,6 +217,7 @@ def _copies_s(prices: Prices, layout: Layout, shard: ShardSizes) -> float:
     blocks = prices.workload.layers * shard.block
     moved = gathered * (2 * blocks + shard.outside) + gradient * (blocks + shard.outside)
     if prices.workload.lora_rank:
+        blocks *= _sent_bytes(prices, shard) / (prices.schedule.weight_bytes * shard.block)
         moved = gathered * (2 * blocks + shard.outside) + gradient * prices.workload.layers * shard.adapters
     return memory_s(layout.micro_batches * moved, prices.cluster.device)
 
@@ -240,6 +241,10 @@ def _host_copies_s(prices: Prices, layout: Layout, tokens: float, blocks: Sequen
 # -- weights on z, gradients on z and data ----------------------------------------------------------------------------
 
 
+def _sent_bytes(prices: Prices, shard: ShardSizes) -> float:
+    return sent_bytes(prices.workload, shard, prices.schedule.weight_bytes)
+
+
 class _Traffic(NamedTuple):
     """Seconds of one block's collectives, and of those of what is in no block."""
 
@@ -256,9 +261,8 @@ def _traffic(prices: Prices, layout: Layout, shard: ShardSizes) -> _Traffic:
     w, schedule, inner = prices.workload, prices.schedule, layout.y * layout.x
     data_bytes = schedule.data_bytes or schedule.gradient_bytes
 
-    def each(elements: float, trained: float, calls: int) -> tuple[float, float, float]:
-        part = elements / calls
-        gather = prices.collective_s("all_gather", schedule.weight_bytes * part, layout.z, inner)
+    def each(gathered_bytes: float, trained: float, calls: int) -> tuple[float, float, float]:
+        gather = prices.collective_s("all_gather", gathered_bytes / calls, layout.z, inner)
         if not trained:
             return calls * gather, 0.0, 0.0
         part = trained / calls
@@ -270,8 +274,8 @@ def _traffic(prices: Prices, layout: Layout, shard: ShardSizes) -> _Traffic:
     calls = len(w.block_matrices) if layout.weights == "streamed" else 1
     trained = shard.trained
     return _Traffic(
-        *each(shard.block + shard.adapters, trained.block, calls),
-        *each(shard.outside, trained.outside, 2),
+        *each(_sent_bytes(prices, shard) + schedule.weight_bytes * shard.adapters, trained.block, calls),
+        *each(schedule.weight_bytes * shard.outside, trained.outside, 2),
         calls,
     )
 
@@ -287,7 +291,7 @@ def _weights(
     sends = m if layout.accumulates_shards else sends_data
     t = _traffic(prices, layout, shard)
     # What waits for backward does not come again; the head, too, stays.
-    kept = min(blocks, layout.keep_bytes / (schedule.weight_bytes * shard.block))
+    kept = min(blocks, layout.keep_bytes / _sent_bytes(prices, shard))
     again_s = t.gather_s * (blocks - kept) / blocks
     link_z = m * (blocks * (t.gather_s + again_s) + t.outside_gather_s)
     link_z += sends * (blocks * t.scatter_s + t.outside_scatter_s)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fourfold.untrusted_input import read_json
+from fourfold.weights.quantization import BYTES_PER_NUMBER, Quantization
 
 # Families whose MLP has a gate (three matrices) and those that have none (two); others are rejected.
 _GATED = (
@@ -115,6 +116,7 @@ class Workload:
         0  # tensors of all logits in the precision of the work, where the loss is not by chunks
     )
     lora_rank: int = 0  # of the adapters that are trained instead of the weights; 0: the weights are trained
+    quantization: Quantization = "none"  # of the weights of linears in blocks, where adapters are trained
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -136,9 +138,17 @@ class Workload:
             return self
         return replace(self, is_flex=True, kept_more=self.kept_by_flex or self.kept_more)
 
-    def adapted(self, rank: int) -> Workload:
+    def adapted(self, rank: int, quantization: Quantization = "none") -> Workload:
         """With adapters of this rank (LoRA) that are trained instead of the weights; 0: as it is."""
-        return replace(self, lora_rank=rank) if rank else self
+        if not rank and quantization != "none":
+            raise ValueError(
+                f"quantization={quantization!r} is for the frozen weights of adapters; give a rank of LoRA"
+            )
+        return replace(self, lora_rank=rank, quantization=quantization) if rank else self
+
+    def weight_bytes(self, work_bytes: int) -> float:
+        """Of each element of a block's matrices, stored where they are frozen, and sent."""
+        return BYTES_PER_NUMBER if self.quantization == "nf4" else work_bytes
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
