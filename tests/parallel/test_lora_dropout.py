@@ -136,7 +136,10 @@ def on_grid(kind: str, shape: Shape, folder: Path, **options: Any) -> None:
     ff.parallelize(plain, grid, lora=Lora(LORA.rank, LORA.alpha, adapter=folder), **options)
     with torch.no_grad():
         ids = batch(4)[0][rows]
-        assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+        # The other one may compute a batch in halves.
+        torch.testing.assert_close(
+            model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(

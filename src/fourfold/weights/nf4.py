@@ -54,7 +54,9 @@ def quantize(weight: Tensor) -> Tensor:
     """
     rows, columns = weight.shape
     if columns % BLOCK:
-        raise ValueError(f"rows of {columns} numbers are not whole blocks of {BLOCK}")
+        raise ValueError(
+            f"rows of {columns} numbers are not whole blocks of {BLOCK} for NF4; use quantization='none'"
+        )
     packed = torch.empty(rows, columns // BLOCK, BLOCK_BYTES, dtype=torch.uint8, device=weight.device)
     if not weight.is_meta:
         values = torch.tensor(VALUES, dtype=torch.float32, device=weight.device)
