@@ -65,7 +65,7 @@ def parallelize(
             in full: each rank reads its shards from ``checkpoint``, or initialises them. A model with real weights keeps
             them.
         roles: the role of each module by its name; `*` stands for one part of a name, at the beginning for any number of parts.
-        precision: of the computation; master weights and gradients are fp32.
+        precision: of the computation; master weights and gradients are fp32. A model whose parameters are all frozen is stored in it.
         activations: sharded over both x and y (``sequence-parallel``, as in Megatron-LM), or sharded over one
             and replicated over the other (``replicated``). ``auto`` is the first where the model's code allows it; the
             report says why not where it does not. With y > 1 and the first, the logits are those of this rank's tokens.
