@@ -111,7 +111,8 @@ def test_srun_without_torchrun(by_torchrun: list[float], tmp_path: Path) -> None
     srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--partition=main", "--time=10"]
     done = subprocess.run(
         [*srun, sys.executable, launched.__file__, str(tmp_path / "run"), GRID],
-        env=os.environ | SETTINGS,
+        # The names of these nodes, n0 and n1, are known to Slurm alone.
+        env=os.environ | SETTINGS | {"MASTER_ADDR": "127.0.0.1"},
         capture_output=True,
         text=True,
         timeout=400,
