@@ -150,6 +150,7 @@ def draw(settings: Mapping[str, Sequence[Row]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     figure, axes = plt.subplots(figsize=(6.5, 6))
     for title, rows in settings.items():
@@ -165,6 +166,7 @@ def draw(settings: Mapping[str, Sequence[Row]], path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(LogLocator(subs=(2, 5)))
         axis.set_minor_formatter("{x:g}")
     axes.set_xlabel("played step, ms")
     axes.set_ylabel("predicted step, ms")
