@@ -116,7 +116,8 @@ def outcome(model: nn.Module, report: Report) -> Outcome:
         assert isinstance(parameter, DTensor)
         layout = report.layouts[name]
         local = parameter.detach().to_local().clone()
-        pieces.append((layout.hf_name, layout.hf_shape, layout.in_hf(layout.shard(grid)), local))
+        boxes = layout.boxes(layout.shard(grid))
+        pieces += [(layout.hf_name, layout.hf_shape, index, local[part]) for part, index in boxes]
     rows = grid.local_rows(SEQUENCES)
     model.eval()
     ids = tokens(99)[rows]

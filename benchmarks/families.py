@@ -139,7 +139,7 @@ def check_rank(
                 return Outcome("failed", f"{parameter_name} has no gradient")
             continue
         local = parameter.grad.to_local()
-        part_of_whole = whole[layout.in_hf(layout.shard(grid))]
+        part_of_whole = layout.of(whole, layout.shard(grid))
         if local.numel():
             maximum = float(whole.abs().max())
             scale = maximum if maximum > ZERO * largest else ZERO_SCALE * largest

@@ -128,14 +128,15 @@ def held(training: TrainState) -> list[Piece]:
     names = {id(p): n for n, p in training.model.named_parameters()}
     for parameter, shard in training.optimizer._pairs:  # type: ignore[attr-defined]
         layout = training.report.layouts[names[id(parameter)]]
-        index = layout.in_hf(layout.shard(training.report.grid))
-        pieces.append((layout.hf_name, layout.hf_shape, index, _local(parameter)))
+        held = {layout.hf_name: _local(parameter)}
         for kind, value in training.optimizer.state[shard].items():
-            name = f"{layout.hf_name}: {kind}"
-            if value.ndim:
-                pieces.append((name, layout.hf_shape, index, value.clone()))
-            else:
-                pieces.append((name, (), (), value.clone()))
+            held[f"{layout.hf_name}: {kind}"] = value.clone()
+        for name, value in held.items():
+            if not value.ndim:
+                pieces.append((name, (), (), value))
+                continue
+            for part, index in layout.boxes(layout.shard(training.report.grid)):
+                pieces.append((name, layout.hf_shape, index, value[part]))
     return pieces
 
 

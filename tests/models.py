@@ -120,7 +120,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def part(whole: Mapping[str, Tensor], report: Report, grid: Grid, name: str) -> Tensor:
     """The slice of a Hugging Face tensor that this rank stores as its shard of parameter ``name``."""
     layout = report.layouts[name]
-    return whole[layout.hf_name][layout.in_hf(layout.shard(grid))]
+    return layout.of(whole[layout.hf_name], layout.shard(grid))
 
 
 def assert_shards_close(

@@ -44,8 +44,8 @@ def llama(**changes: Any) -> nn.Module:
     return build(LlamaForCausalLM, LlamaConfig(**DECODER | changes))
 
 
-def mixtral() -> nn.Module:
-    return build(MixtralForCausalLM, MixtralConfig(**DECODER, num_local_experts=4))
+def mixtral(**changes: Any) -> nn.Module:
+    return build(MixtralForCausalLM, MixtralConfig(**DECODER | {"num_local_experts": 4} | changes))
 
 
 def differential() -> nn.Module:

@@ -216,14 +216,18 @@ WRONG: dict[str, Wrong] = {
         partial(mesh_with_axes, *AXES),
     ),
     # -- families that are refused
-    "mixture of experts": Wrong(
-        partial(request, mixtral, GRID),
+    "experts whose features do not divide": Wrong(
+        partial(request, partial(mixtral, intermediate_size=36), GRID),
         (
-            r"^model\.layers\.0\.mlp\.experts: plan style 'moe_tp_experts'",
-            "y=2, x=4",
-            r"use x=1 and y=1 \(z and data alone",
+            r"^x\*y=8 does not divide the 36 inner features of an expert of model\.layers\.0\.mlp\.experts",
+            r"use x and y whose product divides 36, such as 4, with z=2$",
         ),
-        partial(request, mixtral, (2, 4, 1, 1)),
+        partial(request, partial(mixtral, intermediate_size=36), (1, 2, 2, 2)),
+    ),
+    "random numbers in the input of experts": Wrong(
+        partial(request, partial(mixtral, router_jitter_noise=0.1), GRID),
+        (r"^model\.layers\.0\.mlp has jitter_noise=0\.1", "set it to 0, or use x=1 and y=1$"),
+        partial(request, mixtral, GRID),
     ),
     "a parameter without role": Wrong(
         partial(request, mamba, GRID),

@@ -224,7 +224,7 @@ def train_on(
         loss_error = max(loss_error, error if error == error else float("inf"))
         for name, (parameter, layout) in parameters.items():
             full = expected.gradients[step][layout.hf_name]
-            shard = full[layout.in_hf(layout.shard(grid))]
+            shard = layout.of(full, layout.shard(grid))
             local = cast(DTensor, parameter.grad).to_local()
             gradients[name] = max(gradients[name], _relative(local, shard, full))
         optimizer.step()
@@ -232,7 +232,7 @@ def train_on(
     for parameter, layout in parameters.values():
         full = expected.parameters[layout.hf_name]
         local = cast(DTensor, parameter.detach()).to_local()
-        error = _relative(local, full[layout.in_hf(layout.shard(grid))], full)
+        error = _relative(local, layout.of(full, layout.shard(grid)), full)
         parameter_error = max(parameter_error, error)
     worst = max(gradients, key=gradients.__getitem__)
     return Errors(loss_error, gradients[worst], parameter_error, worst)

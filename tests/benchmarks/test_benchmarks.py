@@ -50,7 +50,8 @@ def test_a_planted_fault_is_found(pool, fault):
         ("minicpm3", "verified"),
         ("qwen2_vl", "verified"),
         ("eurobert", "verified"),  # labels that are not shifted
-        ("mixtral", "refused"),
+        ("mixtral", "verified"),
+        ("muse_spark", "refused"),  # a norm of each expert's output
         ("qwen3_5", "refused"),
     ],
 )

@@ -68,6 +68,8 @@ def load_small(folder: str, shape: Shape, kind: str, changes: dict[str, int]) ->
     [
         ((1, 4, 1, 1), "llama", {"vocab_size": 5}),  # rows 2, 2, 1 and 0
         ((1, 4, 1, 2), "llama", {"vocab_size": 6}),  # rows 1, 1, 1 and 0 of each half
+        # Gate and up of experts are two pieces of one tensor, on fewer z ranks than there are experts.
+        ((1, 2, 1, 2), "qwen3_moe", {}),
         # Where a bias of q ends, that of k begins.
         ((1, 4, 1, 2), "gpt2", {"hidden_size": 4, "num_attention_heads": 2, "n_inner": 8}),
     ],
@@ -209,7 +211,7 @@ def read_a_part(folder: str) -> tuple[int, int]:
     local = 0
     for name, parameter in training.model.named_parameters():
         assert isinstance(parameter, DTensor)
-        piece = LocalShard.of(parameter)
+        (piece,) = LocalShard.of(parameter)
         (chunk,) = reader.metadata.state_dict_metadata[f"model.{name}"].chunks
         target = torch.full_like(piece.local, torch.nan)
         reader.read_into(target, MetadataIndex(f"model.{name}", chunk.offsets), piece.offset)

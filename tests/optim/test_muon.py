@@ -207,7 +207,7 @@ def whole_momenta(training: TrainState) -> dict[str, Tensor]:
         if "momentum_buffer" in (state := training.optimizer.state[shard]):
             layout = training.report.layouts[names[parameter]]
             whole = found.setdefault(layout.hf_name, torch.full(layout.hf_shape, torch.nan))
-            whole[layout.in_hf(layout.shard(training.report.grid))] = state["momentum_buffer"]
+            layout.of(whole, layout.shard(training.report.grid)).copy_(state["momentum_buffer"])
     return found
 
 

@@ -161,11 +161,9 @@ def on_grid(
             shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             if shard.dtype == torch.uint8:
                 shard = dequantize(shard, torch.float32)
-            whole = (
-                before[layout.hf_name][layout.in_hf(layout.shard(grid))]
-                if shape != (1, 1, 1, 1)
-                else before[layout.hf_name]
-            )
+            whole = before[layout.hf_name]
+            if shape != (1, 1, 1, 1):
+                whole = layout.of(whole, layout.shard(grid))
             assert torch.equal(shard, whole)
 
 

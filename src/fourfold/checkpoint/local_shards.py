@@ -39,8 +39,13 @@ class LocalShard:
     global_shape: tuple[int, ...]
 
     @staticmethod
-    def of(tensor: Tensor, layout: ParameterLayout | None = None) -> LocalShard:
-        """This rank's shard of a DTensor, or all of any other tensor; ``layout`` says which part of which tensor it is."""
+    def of(
+        tensor: Tensor, layout: ParameterLayout | None = None, values: Tensor | None = None
+    ) -> list[LocalShard]:
+        """This rank's shard of a DTensor, or all of any other tensor; ``layout`` says which parts of which tensor it is.
+
+        ``values``: other values, such as a moment, of the same shard.
+        """
         tensor = tensor.detach()
         local, offset = tensor, (0,) * tensor.ndim
         if isinstance(tensor, DTensor):
@@ -49,12 +54,17 @@ class LocalShard:
                 tensor.shape, tensor.device_mesh, tensor.placements
             )
             assert tuple(shape) == tuple(local.shape)
+        if values is not None:
+            assert values.shape == local.shape
+            local = values.detach()
         if layout is None:
-            return LocalShard(local, tuple(offset), tuple(tensor.shape))
+            return [LocalShard(local, tuple(offset), tuple(tensor.shape))]
         assert layout.shape == tuple(tensor.shape)
-        return LocalShard(
-            local, tuple(s + o for s, o in zip(layout.start, offset, strict=True)), layout.hf_shape
-        )
+        index = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+        return [
+            LocalShard(local[part], tuple(piece.start for piece in place), layout.hf_shape)
+            for part, place in layout.boxes(index)
+        ]
 
     def with_local(self, local: Tensor) -> LocalShard:
         """The same rectangle, with the values of another tensor."""
@@ -68,15 +78,15 @@ class LocalShards:
     def __init__(self, shards: Iterable[LocalShard] = ()) -> None:
         self.shards: list[LocalShard] = []
         self.global_shape: tuple[int, ...] = ()
-        for shard in shards:
-            self.add(shard)
+        self.add(*shards)
 
-    def add(self, shard: LocalShard) -> None:
-        assert not self.shards or self.global_shape == shard.global_shape
-        self.global_shape = shard.global_shape
-        # DCP identifies shards by their offset, and an empty shard may have the offset of another rank's shard.
-        if shard.local.numel():
-            self.shards.append(shard)
+    def add(self, *shards: LocalShard) -> None:
+        for shard in shards:
+            assert not self.shards or self.global_shape == shard.global_shape
+            self.global_shape = shard.global_shape
+            # DCP identifies shards by their offset, and an empty shard may have the offset of another rank's shard.
+            if shard.local.numel():
+                self.shards.append(shard)
 
     def staged(self) -> LocalShards:
         """Copies in host memory, which training does not change. From a GPU they are complete after a synchronisation."""

@@ -31,7 +31,7 @@ def capture(
         for kind, value in optimizer.state.get(key, {}).items():
             if value is not None:  # a momentum that has not started
                 name = f"{PREFIX}{layout.hf_name}.{kind}"
-                tensors.setdefault(name, LocalShards()).add(_local_shard(name, value, parameter, layout))
+                tensors.setdefault(name, LocalShards()).add(*_local_shards(name, value, parameter, layout))
     return tensors, _groups(optimizer, parameters)
 
 
@@ -61,7 +61,7 @@ def restore(
             moments = getattr(optimizer, "moments_dtype", key.dtype)
             value = _allocate(tensor, parameter, key, layout, options[id(key)], moments)
             optimizer.state[key][kind] = value
-            tensors.setdefault(name, LocalShards()).add(_local_shard(name, value, parameter, layout))
+            tensors.setdefault(name, LocalShards()).add(*_local_shards(name, value, parameter, layout))
     if unknown := set(wanted) - known:
         raise ValueError(
             f"the checkpoint has the optimizer's state of {len(unknown)} tensors that this optimizer does not have, "
@@ -86,18 +86,19 @@ def _parameters(
     return found
 
 
-def _local_shard(name: str, value: Any, parameter: nn.Parameter, layout: ParameterLayout) -> LocalShard:
+def _local_shards(
+    name: str, value: Any, parameter: nn.Parameter, layout: ParameterLayout
+) -> list[LocalShard]:
     if isinstance(value, DTensor):
         return LocalShard.of(value, layout)
     if isinstance(value, Tensor) and value.ndim == 0:
         return LocalShard.of(value)  # the step count, the same on all ranks
-    place = LocalShard.of(parameter, layout)
-    if isinstance(value, Tensor) and value.shape == place.local.shape:
-        return place.with_local(value)
+    own = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
+    if isinstance(value, Tensor) and value.shape == own:
+        return LocalShard.of(parameter, layout, value)
     shape = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ValueError(
-        f"{name} is {shape}, neither a scalar nor a shard of {tuple(place.local.shape)}; use an element-wise "
-        "optimizer"
+        f"{name} is {shape}, neither a scalar nor a shard of {tuple(own)}; use an element-wise optimizer"
     )
 
 

@@ -164,7 +164,7 @@ def model_tensors(model: nn.Module, report: Report) -> dict[str, LocalShards]:
             hf_name = name if layout is None else layout.hf_name
             if is_adapter(hf_name) != (report.lora is not None):
                 continue
-            tensors.setdefault(f"{MODEL}{hf_name}", LocalShards()).add(LocalShard.of(state[name], layout))
+            tensors.setdefault(f"{MODEL}{hf_name}", LocalShards()).add(*LocalShard.of(state[name], layout))
     return tensors
 
 

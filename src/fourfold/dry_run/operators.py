@@ -14,7 +14,16 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from fourfold.dry_run.events import Work
 
 aten = torch.ops.aten
-MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_, aten._scaled_mm}
+MATMULS = {
+    aten.mm,
+    aten.addmm,
+    aten.addmm_,
+    aten.bmm,
+    aten.baddbmm,
+    aten.baddbmm_,
+    aten._scaled_mm,
+    aten._grouped_mm,
+}
 _ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 _LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
@@ -38,7 +47,8 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Done:
     shape: tuple[int, ...] = tuple(outputs[0].shape) if outputs else tuple(inputs[0].shape)
     if packet in MATMULS:
         operands = [t for t in args if isinstance(t, Tensor)]
-        a, b = operands[:2] if packet is aten._scaled_mm else operands[-2:]
+        a, b = operands[:2] if packet in (aten._scaled_mm, aten._grouped_mm) else operands[-2:]
+        # Of grouped ones the rows of all groups together; so also where the groups are parts of the dim that is summed over.
         shape = (a.shape[0] if a.ndim == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1])
         work, flops = "matmul", 2.0 * math.prod(shape)
     elif packet is _ATTENTION_ON_CPU:

@@ -70,8 +70,8 @@ def _whole(
                 local = dequantize(local, torch.float32)
             if whole is None:
                 whole = local.new_empty(layout.hf_shape)
-            for index, values in _of_all_ranks(local, layout, report.grid):
-                whole[index] = values
+            for shard, values in _of_all_ranks(local, layout, report.grid):
+                layout.of(whole, shard).copy_(values)
         assert whole is not None
         yield hf_name, whole
 
@@ -95,7 +95,7 @@ def _pieces(
 def _of_all_ranks(
     local: Tensor, layout: ParameterLayout, grid: Grid
 ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """(place in the Hugging Face tensor, values) of every shard of a parameter."""
+    """(slice of the parameter, values) of every shard."""
     axes: list[Axis] = [axis for axis in ("x", "y", "z") if axis == "z" or axis in layout.cuts]
     axes = [axis for axis in axes if grid.size(axis) > 1]
     coordinates = list(itertools.product(*(range(grid.size(axis)) for axis in reversed(axes))))
@@ -111,7 +111,7 @@ def _of_all_ranks(
         grid.collectives.all_gather(every, own, axis, "export").wait()
         own = every
     for shard, shape, values in zip(shards, shapes, own.reshape(len(shards), -1), strict=True):
-        yield layout.in_hf(shard), values[: math.prod(shape)].view(shape)
+        yield shard, values[: math.prod(shape)].view(shape)
 
 
 def write_model(

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fourfold.hf.experts import beside_all_experts
+
 T = TypeVar("T")
 
 HEAD_ATTRIBUTES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
@@ -55,7 +57,7 @@ class Anatomy:
         parent = self.modules.get(holder) if holder else None
         if parent is None:
             return False
-        by_class = re.search(r"attention|attn", type(parent).__name__, re.I) is not None
+        by_class = re.search(r"attention|attn|(?-i:MLA$)", type(parent).__name__, re.I) is not None
         return by_class or "attn" in holder.rpartition(".")[2]
 
     def heads(self, name: str) -> tuple[int | None, int | None]:
@@ -82,9 +84,13 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linears_of_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The linears of the blocks by name, but those of towers that text does not use. The head is not in a block."""
+    """The linears of the blocks by name, but those of towers that text does not use, and of routers: rounding would choose other experts.
+
+    The head is not in a block.
+    """
     towers = idle_towers(model)
     inside = {module for block in find_blocks(model) for module in block.modules()}
+    inside -= {part for name in beside_all_experts(model) for part in model.get_submodule(name).modules()}
     return {
         name: module
         for name, module in model.named_modules()

@@ -43,6 +43,12 @@ def _separate_qkv(prefix: str, attention: str, out: str, mlp_in: str, mlp_out: s
 
 
 _LLAMA_LIKE = _separate_qkv("*.layers.*", "self_attn", "o_proj", "mlp.gate_proj mlp.up_proj", "mlp.down_proj")
+_OUT_OF_ATTENTION = {"*.layers.*.self_attn.o_proj": "rowwise"}
+
+
+def _shared_experts(name: str) -> dict[str, str]:
+    """The MLP that every token passes through, beside the experts that are chosen."""
+    return _roles(f"*.layers.*.mlp.{name}", colwise="gate_proj up_proj", rowwise="down_proj")
 
 
 def _fairseq_like(prefix: str) -> dict[str, str]:
@@ -165,9 +171,44 @@ FAMILIES: dict[str, Family] = {
     "emu3_text_model": Family(_LLAMA_LIKE),
     "phi3": _PHI3_LIKE,
     "phi4_multimodal": _PHI3_LIKE,
-    # Its plan names the MLP alone; attention is DeepSeek's latent attention, whose names `roles.py` knows.
-    "youtu": Family(
-        {"model.layers.*.self_attn.o_proj": "rowwise"},
+    # Their plans name the MLP alone; attention is DeepSeek's latent attention, whose names `roles.py` knows.
+    **dict.fromkeys(("youtu", "deepseek_v3", "axk1", "mistral4"), Family(_OUT_OF_ATTENTION)),
+    # Mixture of experts, of which plans name the experts: what else is in a layer.
+    "afmoe": Family(
+        {
+            **_LLAMA_LIKE,
+            **_shared_experts("shared_experts"),
+            "*.layers.*.self_attn.gate_proj": "colwise",
+            "*.layers.*.mlp.expert_bias": "replicated",
+        }
+    ),
+    **dict.fromkeys(("phimoe", "granitemoe"), Family(_LLAMA_LIKE)),
+    **dict.fromkeys(
+        ("granitemoeshared", "granitemoe_swa"),
+        Family(
+            {
+                **_LLAMA_LIKE,
+                "*.layers.*.self_attn.sinks": "heads",
+                "*.layers.*.shared_mlp.input_linear": "packed_colwise",
+                "*.layers.*.shared_mlp.output_linear": "rowwise",
+            }
+        ),
+    ),
+    **dict.fromkeys(("gpt_oss", "flint"), Family({**_LLAMA_LIKE, "*.layers.*.self_attn.sinks": "heads"})),
+    "hunyuan_v1_moe": Family({**_LLAMA_LIKE, **_shared_experts("shared_mlp")}),
+    **dict.fromkeys(("exaone_moe", "glm4_moe_lite", "solar_open"), Family(_shared_experts("shared_experts"))),
+    "qwen2_moe": Family(_shared_experts("shared_expert")),
+    **dict.fromkeys(("step3p7", "step3p5"), Family({**_LLAMA_LIKE, **_shared_experts("shared_experts")})),
+    **dict.fromkeys(
+        ("minimax_m3_vl", "minimax_m3_vl_text"),
+        Family(
+            {
+                **_LLAMA_LIKE,
+                "*.layers.*.mlp.gate_up_proj": "packed_colwise",
+                "*.layers.*.mlp.shared_experts.gate_up_proj": "packed_colwise",
+                "*.layers.*.mlp.shared_experts.down_proj": "rowwise",
+            }
+        ),
     ),
 }
 

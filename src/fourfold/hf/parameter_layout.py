@@ -13,21 +13,26 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fourfold.mesh.axes import AXES, Axis
 from fourfold.mesh.grid import Grid
 
+Index = tuple[slice | int, ...]
+
 
 @dataclass(frozen=True)
 class ParameterLayout:
     """A parameter: a rectangle of the tensor ``hf_name``, sharded over the axes y and x, then over z.
 
     A packed projection (q, k and v in one tensor) is several parameters, one for each rectangle, because each of them
-    is sharded separately.
+    is sharded separately. Where the code of a model needs the halves of a tensor as one, there is one parameter: the tensor seen with
+    a dim more, [E, 2f, h] as [E, 2, f, h], of which that dim is sharded.
     """
 
     hf_name: str
     hf_shape: tuple[int, ...]
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    # axis -> the dim that it shards; a missing axis holds replicas
+    # axis -> the dim that it shards; a missing axis holds replicas. Of two axes on one dim y is the outer one, as in DTensor.
     cuts: Mapping[Axis, int] = field(default_factory=dict)
+    # The dim of the Hugging Face tensor that is seen as two, halves and what is in them; all numbers but ``hf_shape`` count both.
+    halved: int | None = None
 
     @staticmethod
     def whole(hf_name: str, tensor: Tensor, cuts: Mapping[Axis, int] | None = None) -> ParameterLayout:
@@ -39,7 +44,16 @@ class ParameterLayout:
         """The rectangle of the same tensor with ``length`` entries from ``start`` on along ``dim``."""
         starts, shape = list(whole.start), list(whole.shape)
         starts[dim], shape[dim] = start, length
-        return ParameterLayout(whole.hf_name, whole.hf_shape, tuple(starts), tuple(shape), whole.cuts)
+        return ParameterLayout(
+            whole.hf_name, whole.hf_shape, tuple(starts), tuple(shape), whole.cuts, whole.halved
+        )
+
+    @staticmethod
+    def halves(hf_name: str, tensor: Tensor, dim: int, cuts: Mapping[Axis, int]) -> ParameterLayout:
+        """A whole tensor with two halves along ``dim``; in ``cuts`` the dim after it is that of their entries."""
+        hf_shape = tuple(tensor.shape)
+        shape = (*hf_shape[:dim], 2, hf_shape[dim] // 2, *hf_shape[dim + 1 :])
+        return ParameterLayout(hf_name, hf_shape, (0,) * len(shape), shape, dict(cuts), dim)
 
     def block(self, grid: Grid, place: Mapping[Axis, int] | None = None) -> tuple[slice, ...]:
         """The slice of the parameter for this rank's coordinates on y and x, unsharded over z; relative to the parameter.
@@ -47,23 +61,41 @@ class ParameterLayout:
         ``place``: the coordinates of another rank.
         """
         index = [slice(0, size) for size in self.shape]
-        for axis, dim in self.cuts.items():
+        for axis in (axis for axis in AXES if axis in self.cuts):
             which = grid.coordinate(axis) if place is None else place[axis]
-            index[dim] = chunk(self.shape[dim], grid.size(axis), which)
+            dim = self.cuts[axis]
+            index[dim] = _part(index[dim], grid.size(axis), which)
         return tuple(index)
 
     def shard(self, grid: Grid, place: Mapping[Axis, int] | None = None) -> tuple[slice, ...]:
         """The slice of the parameter that this rank stores, or the rank at ``place``; relative to the parameter."""
         index = list(self.block(grid, place))
         dim = dim_over_z(self.shape, self.cuts, grid)
-        outer = index[dim]
-        inner = chunk(outer.stop - outer.start, grid.z, grid.coordinate("z") if place is None else place["z"])
-        index[dim] = slice(outer.start + inner.start, outer.start + inner.stop)
+        index[dim] = _part(index[dim], grid.z, grid.coordinate("z") if place is None else place["z"])
         return tuple(index)
 
-    def in_hf(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The same slice, relative to the Hugging Face tensor."""
-        return tuple(slice(s + i.start, s + i.stop) for s, i in zip(self.start, index, strict=True))
+    def boxes(self, index: tuple[slice, ...]) -> list[tuple[Index, tuple[slice, ...]]]:
+        """The rectangles of the Hugging Face tensor that a slice of the parameter is: (which part of the slice, where in the tensor)."""
+        place = tuple(slice(s + i.start, s + i.stop) for s, i in zip(self.start, index, strict=True))
+        if self.halved is None:
+            return [(tuple(slice(None) for _ in place), place)]
+        dim, found = self.halved, list[tuple[Index, tuple[slice, ...]]]()
+        width = self.hf_shape[dim] // 2
+        for half in range(place[dim].start, place[dim].stop):
+            entries = slice(half * width + place[dim + 1].start, half * width + place[dim + 1].stop)
+            inside = tuple(half - place[dim].start if d == dim else slice(None) for d in range(len(place)))
+            found.append((inside, (*place[:dim], entries, *place[dim + 2 :])))
+        return found
+
+    def seen(self, whole: Tensor) -> Tensor:
+        """The Hugging Face tensor with the dims that the parameter has; a view."""
+        return whole if self.halved is None else whole.unflatten(self.halved, (2, -1))
+
+    def of(self, whole: Tensor, index: tuple[slice, ...]) -> Tensor:
+        """A slice of the parameter, as a view of the Hugging Face tensor."""
+        return self.seen(whole)[
+            tuple(slice(s + i.start, s + i.stop) for s, i in zip(self.start, index, strict=True))
+        ]
 
     def placements(self) -> list[Placement]:
         return [Shard(self.cuts[axis]) if axis in self.cuts else Replicate() for axis in AXES]
@@ -73,7 +105,7 @@ class ParameterLayout:
 
         ``source`` is the Hugging Face tensor, on any device; on ``meta`` nothing is allocated.
         """
-        block = source.detach()[self.in_hf(self.block(grid))]
+        block = self.of(source.detach(), self.block(grid))
         if not block.is_meta:
             block = block.to(grid.device)
         # A copy, so that the source can be freed; contiguous, as FSDP2 requires.
@@ -123,6 +155,11 @@ def chunk(length: int, parts: int, which: int) -> slice:
     return slice(min(which * size, length), min((which + 1) * size, length))
 
 
+def _part(outer: slice, parts: int, which: int) -> slice:
+    inner = chunk(outer.stop - outer.start, parts, which)
+    return slice(outer.start + inner.start, outer.start + inner.stop)
+
+
 def checked_bounds(
     index: tuple[slice, ...], shape: tuple[int, ...], out: Tensor, name: str, where: str = ""
 ) -> list[tuple[int, int]]:
@@ -141,8 +178,9 @@ def describe(layouts: list[ParameterLayout]) -> str:
     """Where the parameters of a module are, in words."""
     parts = []
     for layout in layouts:
-        cuts = ", ".join(
-            f"dim {dim} on {axis}" for axis, dim in sorted(layout.cuts.items(), key=lambda c: c[1])
-        )
+        on: dict[int, list[str]] = {}
+        for axis in (axis for axis in AXES if axis in layout.cuts):
+            on.setdefault(layout.cuts[axis], []).append(axis)
+        cuts = ", ".join(f"dim {dim} on {' and '.join(axes)}" for dim, axes in sorted(on.items()))
         parts.append(f"{'x'.join(map(str, layout.shape))}: {cuts or 'replicated on y, x'}")
     return "; ".join(dict.fromkeys(parts))

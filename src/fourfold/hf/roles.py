@@ -10,6 +10,7 @@ The roles are those of Hugging Face's plans:
     embedding_rowwise               the token embedding: rows on x, features on y
     replicated_with_grad_allreduce  replicated on each rank, used for different heads on each x rank
     mla_kv_a_proj                   a linear from y to all ranks, whose last columns all heads share
+    moe_tp_experts                  all experts of a layer: inner features on y and x together, hidden features whole
 
 and a few more that 4D parallelism needs:
 
@@ -18,6 +19,8 @@ and a few more that 4D parallelism needs:
     heads                           a parameter with one row for each head: rows on x
     features                        a parameter with one value for each hidden feature: on y
     latent, colwise_from_latent     linears from y to all ranks, and from there to x (latent attention)
+    router                          chooses experts: whole on each rank, reads whole hidden features
+    gate                            the same, and what it gives is multiplied with hidden features
     replicated                      replicated on each rank, used for the same values on each
     idle                            replicated on each rank and not used: the towers of a multimodal model
 
@@ -45,6 +48,7 @@ from fourfold.hf.anatomy import (
     linear_shape,
     text_root,
 )
+from fourfold.hf.experts import beside_experts, check_jitter, is_experts, storage_of
 from fourfold.hf.families import FAMILIES, LATENT_ATTENTION, Family
 from fourfold.hf.norm_formula import Formula, epsilon_of, recognise
 from fourfold.hf.parameter_layout import chunk
@@ -87,7 +91,11 @@ _LINEAR_AXES: dict[str, tuple[Axis | None, Axis | None]] = {
 _OF_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
 _OF_NORMS = ("norm", "norm_x", "replicated", "replicated_with_grad_allreduce", "heads")
 _OF_PARAMETERS = ("heads", "features", "replicated", "replicated_with_grad_allreduce")
-WORDS = {*_LINEAR_AXES, *_OF_EMBEDDINGS, *_OF_NORMS, *_OF_PARAMETERS}
+_OF_EXPERTS = ("moe_tp_experts",)
+_BESIDE_EXPERTS = ("router", "gate")
+WORDS = {*_LINEAR_AXES, *_OF_EMBEDDINGS, *_OF_NORMS, *_OF_PARAMETERS, *_OF_EXPERTS, *_BESIDE_EXPERTS}
+# Styles of plans on modules inside experts and around parameters, which need no role of their own.
+_WITHOUT_ROLE = {"moe_identity_expert", "local_params"}
 
 SEPARATE_KV = re.compile(r"(^|\.)(k_proj|v_proj|key|value|k|v)$")
 
@@ -122,8 +130,11 @@ class _Assignment:
         self.family = family_of(model)
         self.plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
         self.anatomy = Anatomy(model)
+        # Routers and gates, by name.
+        self.beside: dict[str, tuple[str, str]] = {}
 
     def roles(self) -> list[Role]:
+        self.beside = self._find_beside()
         self._check_words()
         if self.grid.x == self.grid.y == 1:
             # Only the batch and the storage of weights are sharded: each module computes as before.
@@ -150,6 +161,11 @@ class _Assignment:
             if tower is not None or around_text:
                 if module._parameters:
                     roles.append(Role(name, "idle", f"{tower or name}: not part of the language model"))
+            elif (reader := self._reader(name)) is not None:
+                if reader == name:
+                    roles.append(Role(name, *self.beside[name]))
+            elif self._is_experts(name, module):
+                roles.append(self._experts(name, module))
             elif isinstance(module, nn.Embedding):
                 roles.append(self._embedding(name, module))
             elif is_linear(module):
@@ -190,6 +206,45 @@ class _Assignment:
                     f"{name} has {option}={getattr(module, option)}, which looks at whole rows or at the whole batch, and "
                     f"is not supported on y={self.grid.y}, x={self.grid.x}; turn it off, or use x=1 and y=1"
                 )
+
+    def _is_experts(self, name: str, module: nn.Module) -> bool:
+        return is_experts(module) or self._word(name)[0] in _OF_EXPERTS
+
+    def _find_beside(self) -> dict[str, tuple[str, str]]:
+        found = {}
+        for name, module in self.anatomy.modules.items():
+            word, why = self._word(name)
+            if word in _BESIDE_EXPERTS:
+                found[name] = (word, why)
+            elif self._is_experts(name, module):
+                for beside, its in beside_experts(self.anatomy.modules, name).items():
+                    found.setdefault(beside, (its, f"beside {name.rpartition('.')[2]}"))
+        return found
+
+    def _reader(self, name: str) -> str | None:
+        """The router or gate that a module is, or is part of."""
+        return next((r for r in self.beside if name == r or name.startswith(f"{r}.")), None)
+
+    def _experts(self, name: str, module: nn.Module) -> Role:
+        word, why = self._word(name)
+        self._check_fit(name, module, word, _OF_EXPERTS)
+        storage = storage_of(module, name)
+        parent = name.rpartition(".")[0]
+        beside = [m for m in self.beside if m.rpartition(".")[0] == parent]
+        check_jitter(parent, *(self.anatomy.modules[each] for each in (parent, *beside)))
+        parts = self.grid.x * self.grid.y
+        if storage.features % parts:
+            fits = math.gcd(parts, storage.features)
+            raise UnsupportedError(
+                f"x*y={parts} does not divide the {storage.features} inner features of an expert of {name}; use x and y whose product divides "
+                f"{storage.features}, such as {fits}, with z={self.grid.z * parts // fits}"
+            )
+        if storage.hidden != self.anatomy.hidden_size:
+            raise UnsupportedError(
+                f"{name} reads {storage.hidden} features, which are not the {self.anatomy.hidden_size} hidden ones: how they are sharded "
+                f"over y={self.grid.y} is not known; use x=1 and y=1"
+            )
+        return Role(name, "moe_tp_experts", why or "experts", features=storage.features)
 
     def _linear(self, name: str, module: nn.Module) -> Role:
         word, why = self._word(name)
@@ -415,7 +470,7 @@ class _Assignment:
         for name, module in self.anatomy.modules.items():
             if isinstance(module, nn.Embedding) or is_linear(module) or self._is_norm(name, module):
                 names.add(name)
-            elif module._parameters:
+            elif module._parameters or self._is_experts(name, module) or name in self.beside:
                 names |= {name, *(f"{name}.{key}" if name else key for key in module._parameters)}
         return names
 
@@ -463,7 +518,7 @@ class _Assignment:
     def _check_styles(self) -> None:
         """Report an unsupported style of the model's own plan before any other problem."""
         for pattern, word in self.plan.items():
-            if word not in WORDS and not any(matches(p, pattern) for p in self.given):
+            if word not in WORDS | _WITHOUT_ROLE and not any(matches(p, pattern) for p in self.given):
                 name = next((n for n in self.anatomy.modules if matches(pattern, n)), None)
                 if name is not None:
                     raise self._missing_style(name, word)

@@ -38,6 +38,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Purpose = Literal[
     "activation",
     "regather",  # inputs of linears, gathered a second time for backward
+    "routing",  # of tokens to experts: choices, their weights and the gradients of these
     "shared",  # gradients of key/value heads that several y ranks use
     "weight",
     "gradient",

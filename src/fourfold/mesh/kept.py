@@ -26,6 +26,7 @@ _aten, _varlen = torch.ops.aten, torch.ops.torch_attn._varlen_attn
 # What stock modules call, and the operators in it whose results are kept.
 _FUNCTIONS = {
     torch.nn.functional.linear,
+    torch.nn.functional.grouped_mm,
     torch.addmm,
     torch.nn.functional.scaled_dot_product_attention,
     _varlen,
@@ -34,6 +35,7 @@ _FUNCTIONS = {
 OPERATORS = {
     _aten.mm.default,
     _aten.addmm.default,
+    _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,

@@ -48,16 +48,16 @@ class MatrixRedistribute:
         if self.mine >= len(matrices):
             return None
         full = table.new_empty(self._layouts[0].hf_shape)
-        for slot, index in self._slots(table):
-            full[index] = slot
+        for slot, place in self._slots(table, full):
+            place.copy_(slot)
         return full
 
     def to_shards(self, full: Tensor | None, count: int, name: str = "") -> list[list[Tensor]]:
         """This rank's shards of the ``count`` matrices of a batch; ``full`` is the matrix assigned to this rank."""
         table = torch.zeros(self.ranks, sum(self._lengths), dtype=self._dtype, device=self._grid.device)
         if full is not None:
-            for slot, index in self._slots(table):
-                slot.copy_(full[index])
+            for slot, place in self._slots(table, full):
+                slot.copy_(place)
         table = self._exchange(table, name)
         shapes = [_shape(layout.shard(self._grid)) for layout in self._layouts]
         return [
@@ -77,8 +77,8 @@ class MatrixRedistribute:
             table = received.movedim(0, dim)
         return table.reshape(self.ranks, -1)
 
-    def _slots(self, table: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Each shard of one matrix: its view of the table, and its index in the Hugging Face tensor."""
+    def _slots(self, table: Tensor, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each shard of one matrix: its views of the table and of the full matrix."""
         positions = itertools.product(*(range(size) for size in self._table_shape))
         for row, coordinates in zip(table, positions, strict=True):
             rank: dict[Axis, int] = {"data": 0, "z": 0, "y": 0, "x": 0}
@@ -86,7 +86,7 @@ class MatrixRedistribute:
             for slot, layout in zip(row.split(self._lengths), self._layouts, strict=True):
                 index = layout.shard(self._grid, rank)
                 shape = _shape(index)
-                yield slot[: math.prod(shape)].view(shape), layout.in_hf(index)
+                yield slot[: math.prod(shape)].view(shape), layout.of(full, index)
 
 
 def _shape(index: tuple[slice, ...]) -> tuple[int, ...]:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from fourfold.hf.norm_formula import Formula
 from fourfold.hf.parameter_layout import chunk
 from fourfold.mesh.axes import Axis
+from fourfold.mesh.exchange import scatter
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_both, sum_forward
 from fourfold.parallel.dropout import Dropout
-from fourfold.parallel.sequence import Tokens, reduce_scatter_tokens
+from fourfold.parallel.sequence import Tokens
 from fourfold.weights.api import read_weight
 
 
@@ -74,7 +75,9 @@ class Embedding4D(nn.Module):
         if self._tokens is None:
             return sum_forward(parts, self.grid.collectives, "x", "activation", self.name)
         self._tokens.begin(input_ids)
-        return self._tokens.to_batch_shape(reduce_scatter_tokens(parts, self.grid.collectives, self.name))
+        parts = parts.view(1, -1, parts.shape[-1])
+        own = scatter(parts, self.grid.collectives, "x", 1, "activation", self.name)
+        return self._tokens.to_batch_shape(own)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings} rows over x, {self.embedding_dim} features over y"

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from fourfold.errors import UnsupportedError
 from fourfold.mesh.axes import Axis
+from fourfold.mesh.exchange import gather_for_all
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.kept import block_results
 from fourfold.mesh.reductions import sum_backward
@@ -211,7 +212,8 @@ class FusedLinearGroup:
 
     def output_shape(self, input: Tensor, member: Linear4D, product: Product) -> tuple[int, ...]:
         """The dims of a member's output before its features; -1: the tokens that this rank keeps."""
-        if member.cuts.leave == "tokens" and not (member.is_head and product.in_ranks == 1):
+        is_local = member.cuts.leave == "tokens" and not (member.is_head and product.in_ranks == 1)
+        if is_local or member.cuts.gathers_output:
             return (*[1] * (input.ndim - 2), -1)
         return tuple(input.shape[:-1]) if self.tokens is None else self.tokens.shape
 
@@ -263,7 +265,7 @@ class FusedLinearGroup:
         if isinstance(input, ShapeProxy):
             return input.own
         enter = member.cuts.enter
-        if enter == "tokens" and self.out_axis == "x":
+        if member.cuts.gathers_output or (enter == "tokens" and self.out_axis == "x"):
             return self.tokens.own(input, member.name)
         expected = self.tokens.count(self.out_axis if enter == "tokens" else None)
         rows = input.shape[:-1].numel()
@@ -329,8 +331,8 @@ class Linear4D(nn.Module):
         """This rank's blocks of the weights, of the biases or of the adapter; their gradients are summed over ``axes``."""
         if kind == ADAPTER:
             return self._own_adapter()
-        if self._used_rows is not None:
-            # Each x rank uses, and has the gradient of, different rows of the same replicated weight.
+        if self._used_rows is not None or self.cuts.gathers_output:
+            # Each x rank uses, and has the gradient of, different rows of the same replicated weight; or all rows, for different tokens.
             axes = (*axes, "x")
         blocks = []
         for key in self._weights if kind == "weight" else self._biases:
@@ -345,6 +347,8 @@ class Linear4D(nn.Module):
         for number, key in enumerate(self._adapter):
             axis = group.in_axis if number else group.out_axis
             axes: tuple[Axis, ...] = () if axis is None else (axis,)
+            if self.cuts.gathers_output:
+                axes = (*axes, "x")
             if number == 0 or self._used_rows is None:
                 blocks.append(read_weight(self, key, axes, by_sibling=True))
             else:
@@ -372,6 +376,10 @@ class Linear4D(nn.Module):
         if self._biases:
             biases = self._own_biases()
             output = output + (biases[0] if len(biases) == 1 else torch.cat(biases))
+        if cuts.gathers_output:
+            assert group.tokens is not None
+            output = gather_for_all(output, group.grid, "x", output.ndim - 2, "activation", self.name)
+            output = output.view(*group.tokens.shape, output.shape[-1])
         if self._used_rows is not None and group.float8:
             output = self._of_one_rank(output, self._used_rows)
         if self._shared_columns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,13 +73,15 @@ def show_local_parameters(
     gradient_axes: Mapping[str, tuple[Axis, ...]],
     inside: Inside,
     checks: Mapping[str, GradientCheck],
+    seen_as: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> None:
     """Let the model's own code read plain local tensors where the module's parameters are DTensors.
 
     ``gradient_axes`` maps the keys of its parameters to the axes over which their gradients are summed, because ranks use
-    them for different heads or tokens. ``checks`` see the first gradients of some of them.
+    them for different heads or tokens. ``checks`` see the first gradients of some of them. ``seen_as``: what the code reads in place
+    of some of the local tensors.
     """
-    module.__dict__["_local_view"] = (inside, dict(gradient_axes), dict(checks))
+    module.__dict__["_local_view"] = (inside, dict(gradient_axes), dict(checks), dict(seen_as or {}))
     module.__class__ = _with_local_view(type(module), tuple(gradient_axes))  # type: ignore[arg-type]
 
 
@@ -89,9 +91,10 @@ def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Mod
 
     def reader(key: str) -> property:
         def read(self: nn.Module) -> Tensor | None:
-            inside, gradient_axes, checks = self.__dict__["_local_view"]
+            inside, gradient_axes, checks, seen_as = self.__dict__["_local_view"]
             if torch.compiler.is_compiling():
-                return read_weight(self, key, gradient_axes[key])
+                block = read_weight(self, key, gradient_axes[key])
+                return seen_as[key](block) if key in seen_as else block
             parameter = self._parameters[key]
             # Outside of forward (FSDP2, the optimizer, a state dict) it is the parameter itself.
             if not inside.depth or not isinstance(parameter, DTensor):
@@ -99,7 +102,7 @@ def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Mod
             weight = read_weight(self, key, gradient_axes[key])
             if key in checks and weight.requires_grad:
                 weight.register_hook(checks.pop(key))
-            return weight
+            return seen_as[key](weight) if key in seen_as else weight
 
         return property(read)
 

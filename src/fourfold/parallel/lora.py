@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from fourfold.errors import UnsupportedError
-from fourfold.hf.anatomy import linear_shape, linears_of_blocks
+from fourfold.hf.anatomy import is_linear, linear_shape, linears_of_blocks
+from fourfold.hf.experts import beside_all_experts, is_experts
 from fourfold.hf.init_replay import InitReplay, Step, fill_
 from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.hf.safetensors_reader import CheckpointFiles
@@ -153,6 +154,23 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".{A}.weight", f".{B}.weight"))
 
 
+def check_not_experts(model: nn.Module, lora: Lora) -> None:
+    """Experts, routers and what gates shared experts get no adapters: that is an error, and not left out."""
+    for name, module in model.named_modules():
+        is_named = lora.targets != ALL_LINEAR and is_experts(module) and lora.is_target(name)
+        if is_named:
+            raise UnsupportedError(
+                f"{name} are experts, for whose 3D weights adapters are not supported; leave them out of the targets"
+            )
+    for beside in beside_all_experts(model):
+        for name, module in model.get_submodule(beside).named_modules(prefix=beside):
+            if is_linear(module) and lora.is_target(name):
+                raise UnsupportedError(
+                    f"{name} is a linear of a router, or gates a shared expert, for which adapters are not supported; name the other linears "
+                    'as targets, such as ("q_proj", "v_proj")'
+                )
+
+
 def freeze(model: nn.Module, precision: Precision, packed: Collection[str] = ()) -> None:
     """The weights are not trained, so they need no fp32 master. Those of the linears ``packed`` stay as they are until they are quantised."""
     for name, parameter in model.named_parameters():
@@ -212,7 +230,7 @@ def fill_adapters(
             continue
         parameter: Any = parameters[name]
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-        index = layout.in_hf(layout.shard(grid))
+        ((_, index),) = layout.boxes(layout.shard(grid))
         if files is not None:
             stored = PEFT_PREFIX + hf_name
             _check(files, stored, layout.hf_shape)

@@ -21,7 +21,14 @@ from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_spl
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
 from fourfold.parallel.float8.choice import Float8Recipe, check_device, linears_in_float8
-from fourfold.parallel.lora import Lora, base_layouts, fill_adapters, freeze, linears_in_nf4
+from fourfold.parallel.lora import (
+    Lora,
+    base_layouts,
+    check_not_experts,
+    fill_adapters,
+    freeze,
+    linears_in_nf4,
+)
 from fourfold.parallel.loss.cross_entropy import chunk_loss, guard_loss
 from fourfold.parallel.options import (
     ActivationsWanted,
@@ -183,8 +190,10 @@ def arrange(
         in_float8, not_in_float8 = linears_in_float8(model)
 
     packed = set[str]()
-    if options.lora is not None and options.lora.quantization == "nf4":
-        packed = linears_in_nf4(model)
+    if options.lora is not None:
+        check_not_experts(model, options.lora)
+        if options.lora.quantization == "nf4":
+            packed = linears_in_nf4(model)
     is_frozen = not any(p.requires_grad for p in model.parameters())  # a reference, as DPO has
     if options.lora is not None or is_frozen:
         freeze(model, options.precision, packed)

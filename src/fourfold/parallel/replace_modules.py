@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -13,11 +13,19 @@ from transformers.pytorch_utils import Conv1D
 
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import Anatomy, idle_towers, linear_shape
+from fourfold.hf.experts import storage_of
 from fourfold.hf.parameter_layout import ParameterLayout, describe
 from fourfold.hf.roles import GIVEN, Role, family_of, matches
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.dropout import Dropout
+from fourfold.parallel.experts.cut import (
+    cut_experts,
+    read_whole_features,
+    seen_by_experts,
+    show_local_features,
+)
+from fourfold.parallel.experts.whole_features import WholeFeatures
 from fourfold.parallel.float8.choice import check_pieces
 from fourfold.parallel.layers import Embedding4D, Norm4D
 from fourfold.parallel.linear import FusedLinearGroup, Linear4D
@@ -78,12 +86,16 @@ class ModuleReplacement:
         self.family = family_of(model)
         self.stock_head = getattr(model, "get_output_embeddings", lambda: None)()
         self.out = Replaced()
+        self.changes: dict[str, int] = defaultdict(int)
         # A tied weight is one parameter of several modules, and stays one.
         self.made: dict[tuple[int, tuple[int, ...]], tuple[nn.Parameter, ParameterLayout]] = {}
         self.siblings: dict[tuple[str, int, Axis | None, Axis | None, bool, bool], FusedLinearGroup] = {}
         # Of stock modules: parameter -> the axes of its gradient. Several parameters of one may have roles of their own.
         self.kept: dict[nn.Module, dict[str, tuple[Axis, ...]]] = {}
         self.checks: dict[nn.Module, dict[str, GradientCheck]] = defaultdict(dict)
+        self.seen_as: dict[nn.Module, dict[str, Callable[[Tensor], Tensor]]] = {}
+        # By the module that has experts and what stands beside them.
+        self.whole_features: dict[str, WholeFeatures] = {}
 
     def run(self, roles: list[Role]) -> Replaced:
         tied = self._tied()
@@ -111,6 +123,10 @@ class ModuleReplacement:
                 self._put(role.name, self._embedding(role, module))
             elif role.word in ("norm", "norm_x"):
                 self._put(role.name, self._norm(role, module))
+            elif role.word == "moe_tp_experts":
+                self._experts(role, module)
+            elif role.word in ("router", "gate"):
+                self._reader(role, module)
             else:
                 self._keep(role, module, [k for k, p in module._parameters.items() if p is not None])
             if role.head and not tied:
@@ -124,7 +140,8 @@ class ModuleReplacement:
                 'such as ("q_proj", "v_proj"), or "all-linear"'
             )
         for module, gradient_axes in self.kept.items() if not self.plain else ():
-            show_local_parameters(module, gradient_axes, self.inside, self.checks[module])
+            seen_as = self.seen_as.get(module)
+            show_local_parameters(module, gradient_axes, self.inside, self.checks[module], seen_as)
         if keeps_all:
             if not tied:
                 self.out.embedding, self.out.head = self._stock_ends()
@@ -303,6 +320,52 @@ class ModuleReplacement:
             tokens=self.tokens if outside else None,
         )
 
+    def _experts(self, role: Role, module: nn.Module) -> None:
+        storage = storage_of(module, role.name)
+        gradient_axes = self.kept.setdefault(module, {})
+        for key, source in module._parameters.items():
+            if source is None:
+                continue
+            name, dim = f"{role.name}.{key}", storage.inner.get(key)
+            if dim is None:
+                layout = ParameterLayout.whole(name, source)
+            elif key in storage.halved:
+                layout = ParameterLayout.halves(name, source, dim, {"y": dim + 1, "x": dim + 1})
+            else:
+                layout = ParameterLayout.whole(name, source, {"y": dim, "x": dim})
+            module._parameters[key] = self._parameter(role.name, key, source, layout)
+            gradient_axes[key] = ()
+        self.seen_as[module] = {key: seen_by_experts(key, storage, self.grid) for key in gradient_axes}
+        self._note(module, cut_experts(module, role.name, self._whole_features(role), storage))
+
+    def _reader(self, role: Role, module: nn.Module) -> None:
+        """A router or gate: stock modules, whole on each rank."""
+        axes = self._gradient_axes(role)
+        for sub_name, part in module.named_modules(prefix=role.name):
+            gradient_axes = self.kept.setdefault(part, {})
+            for key, source in part._parameters.items():
+                if source is not None:
+                    layout = ParameterLayout.whole(f"{sub_name}.{key}", source)
+                    part._parameters[key] = self._parameter(sub_name, key, source, layout, role.name)
+                    gradient_axes[key] = axes
+        read_whole_features(module, role.name, self._whole_features(role), is_gate=role.word == "gate")
+
+    def _whole_features(self, role: Role) -> WholeFeatures:
+        name = role.name.rpartition(".")[0]
+        if name not in self.whole_features:
+            parent = self.model.get_submodule(name)
+            hidden = Anatomy(self.model).hidden
+            found = WholeFeatures(self.grid, name, hidden, self.tokens is not None)
+            found.forget_after(parent)
+            self._note(parent, show_local_features(parent, hidden, self.grid))
+            self.whole_features[name] = found
+        return self.whole_features[name]
+
+    def _note(self, module: nn.Module, changed: list[str]) -> None:
+        """A change of attributes, once for all modules of a class."""
+        for change in changed:
+            self.changes[f"{type(module).__name__}: {change}"] += 1
+
     def _gradient_axes(self, role: Role) -> tuple[Axis, ...]:
         """The axes over which the gradient of a parameter has to be summed."""
         if self.sequence_roles is not None:
@@ -336,13 +399,11 @@ class ModuleReplacement:
             if role.out_axis == "x" and not role.head and anatomy.in_attention(role.name):
                 parent = role.name.rpartition(".")[0]
                 attention[parent] = attention.get(parent, 0) or role.replicated_heads or self._shared(role)
-        notes: dict[str, int] = defaultdict(int)
         for name, replicated in attention.items():
             module, _ = self._find(name)
             parts = head_parts(name, self.sequence_roles, self.grid)
-            for change in show_local_heads(module, self.family, *parts, replicated_heads=replicated):
-                notes[f"{type(module).__name__}: {change}"] += 1
-        self.out.notes += [f"{note} ({count} modules)" for note, count in notes.items()]
+            self._note(module, show_local_heads(module, self.family, *parts, replicated_heads=replicated))
+        self.out.notes += [f"{note} ({count} modules)" for note, count in self.changes.items()]
 
     def _shared(self, role: Role) -> int:
         """The number of key/value heads, if several y ranks use the same one; else 0."""

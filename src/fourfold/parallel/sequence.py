@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 from fourfold.errors import UnsupportedError, line_of_model
 from fourfold.mesh.axes import Axis
-from fourfold.mesh.collectives import Collectives
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.product.product import Cut
 
@@ -39,6 +38,8 @@ class Cuts:
     # Where several ranks of ``in_axis`` use the same key/value head: the columns of the full output that this rank uses.
     used_columns: slice | None = None
     kv_heads: int = 0
+    # The output of the local tokens is gathered over x: the ranks of latent attention work alike on all tokens of it.
+    gathers_output: bool = False
 
 
 REPLICATED = Cuts("whole", "whole")
@@ -157,34 +158,6 @@ class _ToBatchShape(torch.autograd.Function):
         rows = ctx.own_shape[:-1].numel()
         flat = gradients[0].reshape(-1, gradients[0].shape[-1])
         return flat[ctx.first : ctx.first + rows].reshape(ctx.own_shape), None, None
-
-
-class _ReduceScatterTokens(torch.autograd.Function):
-    """Forward: reduce-scatter over x, from partial sums of all tokens to the local tokens. Backward: all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, collectives: Collectives, module: str) -> Tensor:
-        ctx.collectives, ctx.module, ctx.shape = collectives, module, parts.shape
-        parts = parts.contiguous()
-        own = parts.new_empty(1, parts.shape[:-1].numel() // collectives.size("x"), parts.shape[-1])
-        pending = collectives.reduce_scatter(own, parts, "x", "activation", module=module)
-        if collectives.interleaving is not None:
-            collectives.interleaving.switch()
-        pending.wait()
-        return own
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        own = gradients[0].contiguous()
-        full = own.new_empty(ctx.shape)
-        ctx.collectives.all_gather(full, own, "x", "activation", module=ctx.module).wait()
-        return full, None, None
-
-
-def reduce_scatter_tokens(parts: Tensor, collectives: Collectives, module: str) -> Tensor:
-    if collectives.size("x") == 1:
-        return parts
-    return cast(Tensor, _ReduceScatterTokens.apply(parts, collectives, module))  # type: ignore[no-untyped-call]
 
 
 class ShapeProxy(Tensor):

@@ -24,7 +24,8 @@ from fourfold.mesh.grid import Grid
 from fourfold.parallel.options import ActivationsWanted
 from fourfold.parallel.sequence import Cuts, Tokens
 
-_NOT_SEQUENCE_PARALLEL = {"latent", "mla_kv_a_proj", "colwise_from_latent", "replicated"}
+_TO_LATENT = ("latent", "mla_kv_a_proj")
+_ONLY_IN_LATENT_ATTENTION = {*_TO_LATENT, "colwise_from_latent", "replicated"}
 
 
 @dataclass
@@ -90,9 +91,12 @@ def shard_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Se
             f"{name} has no norm after its last block, which would return tokens that are sharded over x={grid.x} and y={grid.y} to "
             f"the batch's shape{_code(map(anatomy.modules.get, owners), *own)}; use activations='replicated'"
         )
+    with_latent = {r.name.rpartition(".")[0] for r in roles if r.word in _TO_LATENT}
+    with_latent = {name for name in with_latent if anatomy.in_attention(f"{name}.")}
     for role in roles:
-        if role.word in _NOT_SEQUENCE_PARALLEL:
-            parent, _, child = role.name.rpartition(".")
+        parent, _, child = role.name.rpartition(".")
+        is_allowed = parent in with_latent or _is_frozen(anatomy, role.name)
+        if role.word in _ONLY_IN_LATENT_ATTENTION and not is_allowed:
             raise UnsupportedError(
                 f"{role.name} has the role {role.word!r}, whose output is complete on each rank instead of sharded by tokens over "
                 f"x={grid.x} and y={grid.y}{_code([anatomy.modules.get(parent)], child)}; use activations='replicated'"
@@ -118,10 +122,19 @@ def shard_activations(model: nn.Module, roles: Sequence[Role], grid: Grid) -> Se
         for why, count in reasons.items()
     ]
     for role in roles:
-        if role.in_axis is not None:
+        if role.in_axis is not None or role.out_axis is not None:
             out.cuts[role.name] = _cuts(role, anatomy, out, grid)
         out.gradient_axes[role.name] = tuple(a for a in _gradient_axes(role, out) if grid.size(a) > 1)
     return out
+
+
+def _is_frozen(anatomy: Anatomy, name: str) -> bool:
+    """Is it a parameter without a gradient, or a module of such parameters?"""
+    holder, _, key = name.rpartition(".")
+    if name in anatomy.modules:
+        return not any(p.requires_grad for p in anatomy.modules[name].parameters())
+    parameter = anatomy.modules[holder]._parameters.get(key)
+    return parameter is not None and not parameter.requires_grad
 
 
 def _code(owners: Iterable[nn.Module | None], *children: str) -> str:
@@ -143,6 +156,8 @@ def _why_not_over_y(anatomy: Anatomy, parent: str, members: Sequence[Role], grid
     parts = grid.x * grid.y
     if grid.y == 1:
         return None
+    if any(r.word in _TO_LATENT for r in members):
+        return "its latent projections are complete on each of them"
     first = next(r for r in members if r.out_axis == "x")
     heads, kv_heads = anatomy.heads(first.name)
     kv_heads = kv_heads or heads
@@ -179,6 +194,10 @@ def _cuts(role: Role, anatomy: Anatomy, out: SequenceRoles, grid: Grid) -> Cuts:
     if parent not in out.attention:
         return Cuts("tokens", "tokens")
     by_heads = parent in out.by_heads
+    if role.word in _TO_LATENT:
+        return Cuts("tokens", "whole", gathers_output=True)
+    if role.in_axis is None:
+        return Cuts("whole", "whole")
     if role.out_axis == "y":
         return Cuts("features" if by_heads else "whole", "tokens")
     if not by_heads:
@@ -199,7 +218,7 @@ def _gradient_axes(role: Role, out: SequenceRoles) -> tuple[Axis, ...]:
     """The axes along which ranks use the same values of a parameter for different tokens or heads."""
     in_attention, by_heads = _inside(role, out.attention), _inside(role, out.by_heads)
     match role.word:
-        case "norm" | "features" | "embedding_colwise":
+        case "norm" | "features" | "embedding_colwise" | "router" | "gate":
             return ("x",)
         case "norm_x" | "heads":
             return () if in_attention else ("y",)

@@ -48,9 +48,9 @@ def init_shards(
 ) -> None:
     """Random init with values that are the same on every grid."""
     for layout, local in _shards(model, layouts):
-        index = layout.in_hf(layout.shard(grid))
         with _numbers_of(local) as values:
-            fill_(values, replays[layout.hf_name], index, name=layout.hf_name, seed=seed)
+            for part, index in layout.boxes(layout.shard(grid)):
+                fill_(values[part], replays[layout.hf_name], index, name=layout.hf_name, seed=seed)
 
 
 @torch.no_grad()
@@ -76,7 +76,8 @@ def load_shards(
                 "use the config.json of that checkpoint"
             )
         with _numbers_of(local) as values:
-            files.read_into(stored, values, layout.in_hf(layout.shard(grid)))
+            for part, index in layout.boxes(layout.shard(grid)):
+                files.read_into(stored, values[part], index)
         unused.discard(stored)
     # Persistent buffers are small and complete on each rank.
     for name, buffer in model.named_buffers():

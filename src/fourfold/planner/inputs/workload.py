@@ -302,8 +302,8 @@ def _check_family(family: str, config: dict[str, Any]) -> None:
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
     if experts:
         raise ValueError(
-            f"{family or 'this model'} has {experts} experts, and the planner knows dense blocks of 1 MLP alone; "
-            "give a dense model, or a config of its dense equivalent"
+            f"{family or 'this model'} has {experts} experts, and the planner's formulas know dense blocks of 1 MLP alone; follow a step of "
+            "it on a grid with `fourfold dryrun`, or give a config of its dense equivalent"
         )
     if family not in _GATED and family not in _UNGATED:
         raise ValueError(
