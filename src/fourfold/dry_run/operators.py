@@ -24,6 +24,11 @@ MATMULS = {
     aten._scaled_mm,
     aten._grouped_mm,
 }
+# Of Hugging Face's experts in fp32, and how many matmuls each is.
+_GROUPED_FALLBACK = {
+    "transformers::grouped_mm_fallback": 1,
+    "transformers::grouped_mm_fallback_backward": 2,
+}
 _ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 _LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
@@ -51,6 +56,9 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Done:
         # Of grouped ones the rows of all groups together; so also where the groups are parts of the dim that is summed over.
         shape = (a.shape[0] if a.ndim == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1])
         work, flops = "matmul", 2.0 * math.prod(shape)
+    elif matmuls := _GROUPED_FALLBACK.get(packet._qualified_op_name):
+        shape = (1, args[0].shape[0], args[1].shape[2], args[0].shape[1])
+        work, flops = "matmul", matmuls * 2.0 * math.prod(shape)
     elif packet is _ATTENTION_ON_CPU:
         work, flops = "attention", float(sdpa_flop_count(*(t.shape for t in inputs[:3])))
     elif packet is _ATTENTION_ON_CPU_BACKWARD:

@@ -29,6 +29,7 @@ from fourfold.dry_run.attention import FLEX_STAND_IN
 from fourfold.dry_run.blocks import Growth, NotPeriodic, Repeated, expand, find_repeated, shallow_copy
 from fourfold.dry_run.copies import RecordedCopies
 from fourfold.dry_run.events import Operation, Peak, Start, Trace
+from fourfold.dry_run.experts import grouped_matmuls_with_shapes
 from fourfold.dry_run.loss_chunks import repeated_chunks
 from fourfold.dry_run.micro_batches import TRACED, with_repeated
 from fourfold.dry_run.recorder import Recorder, replaced
@@ -125,7 +126,7 @@ def dryrun(
     if note and not is_masked:
         # Without documents, which a dry run does not know, it is stock attention.
         set_attention(module, "sdpa" if used == NAME else FLEX_STAND_IN)
-    with fake_grid(shape, rank=rank, target=target) as grid:
+    with fake_grid(shape, rank=rank, target=target) as grid, grouped_matmuls_with_shapes():
         rows = grid.local_rows(sequences)
         own = rows.stop - rows.start
         if own % micro_batches:

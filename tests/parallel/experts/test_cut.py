@@ -271,7 +271,7 @@ def adapters_of_attention(shape: Shape) -> float:
     trained = {n for n, p in model.named_parameters() if p.grad is not None}
     assert trained
     assert all("lora" in name for name in trained)
-    return float(abs(loss - families.tiny_loss(stock, batch)))
+    return abs(loss.item() - families.tiny_loss(stock, batch).item())
 
 
 def test_adapters_of_attention(pool: RankPool) -> None:
