@@ -9,8 +9,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks import trainers
 from benchmarks.ranks import RankPool
+from benchmarks.trainers import recipes
+from benchmarks.trainers.runs import as_launched
 from fourfold import Lora
 from fourfold.integrations.hf import trainer
 from tests.parallel.test_qlora import round_blocks
@@ -20,14 +21,14 @@ def trained(folder: Path, quantization: Any) -> tuple[list[dict[str, float]], di
     """(what was logged, the adapter that was saved)."""
 
     def make() -> Any:
-        return trainers.model() if quantization == "nf4" else round_blocks(trainers.model())
+        return recipes.model() if quantization == "nf4" else round_blocks(recipes.model())
 
     def on_grid(kind: Any) -> Any:
         parallel = {"lora": Lora(6, 9, quantization=quantization)}
         return functools.partial(trainer(kind), grid=(1, 2, 1, 1), parallel=parallel)
 
-    with trainers.as_launched(dist.get_rank(), dist.get_world_size()):
-        made = trainers.plain(on_grid, str(folder), 2, make)
+    with as_launched(dist.get_rank(), dist.get_world_size()):
+        made = recipes.plain(on_grid, str(folder), 2, make)
         made.train()
         made.save_model(str(folder / "saved"))
     logged = [
@@ -41,5 +42,5 @@ def test_a_trainer_trains_adapters_of_packed_weights(pool: RankPool, tmp_path: P
         pool.run(trained, 2, tmp_path / name, name)[0] for name in ("nf4", "none")
     )
     assert packed == plain
-    assert sum("grad_norm" in line for line in packed) == trainers.STEPS
+    assert sum("grad_norm" in line for line in packed) == recipes.STEPS
     assert all(torch.equal(adapter[name], wanted[name]) for name in wanted)
