@@ -96,8 +96,11 @@ ELASTIC = "torch.distributed.elastic"
 HANDLER = f"{ELASTIC}.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler"
 AGENT = f"{ELASTIC}.agent.server.local_elastic_agent.LocalElasticAgent"
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
+    "_base": (lambda: dir(torch.ones(1)), "tell views of one tensor, which experts and routers read"),
     "_buffers": (lambda: dir(nn.Module()), "replace a module's buffers"),
     "_cdata": (lambda: dir(torch.ones(1).untyped_storage()), "tell storages apart"),
+    "_grouped_mm": (lambda: dir(torch.ops.aten), "matmuls of experts"),
+    "_qualified_op_name": (lambda: dir(torch.ops.aten.add), "the name of an operator"),
     "_overloadpacket": (lambda: dir(torch.ops.aten.add.Tensor), "an operator without its overload"),
     "_schema": (lambda: dir(torch.ops.aten.add.Tensor), "the arguments of an operator"),
     "_scaled_dot_product_flash_attention": (lambda: dir(torch.ops.aten), "attention that is kept"),
@@ -128,6 +131,7 @@ NOT_TORCH = {
     "_init_weights": "a model of transformers",
     "_reset_parameters": "a module's own",
     "_get_num_items_in_batch": "transformers.Trainer",
+    "_is_expert_parallel": "experts of transformers",
 }
 
 

@@ -192,6 +192,7 @@ def test_steps_equal_those_of_one_process(
     pool.run(on_grid, math.prod(shape), kind, shape, write_adapter(tmp_path / "adapter", kind), **options)
 
 
+@pytest.mark.nightly
 def test_steps_of_compiled_blocks_equal_those_of_one_process(pool: RankPool, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", "llama")
     pool.run(on_grid, 4, "llama", (1, 1, 2, 2), folder, weights="fsdp2", compile=True)
