@@ -78,6 +78,25 @@ def test_packed_weights_are_sent_as_bytes(weights: str) -> None:
     assert saved == pytest.approx(elements * (2 - 36 / 64), rel=0.01)
 
 
+def test_half_batches_multiply_no_more_than_a_whole_batch() -> None:
+    """Gradients of weights are computed later there: those of frozen weights are not computed at all."""
+    flops = []
+    for halves in (False, True):
+        run = dryrun(
+            CONFIG,
+            (1, 1, 1, 2),
+            sequences=2,
+            length=LENGTH,
+            weights="streamed",
+            lora=Lora(RANK),
+            overlap=Overlap(interleave=halves),
+            trace_all=True,
+        )
+        assert run.report.interleaved == halves
+        flops.append(sum(o.flops for o in run.operations if o.work == "matmul"))
+    assert flops[0] == flops[1]
+
+
 def test_a_step_of_adapters_is_predicted_to_take_about_two_thirds() -> None:
     workload = from_config(
         {**CONFIG.to_dict(), "hidden_size": 8192, "intermediate_size": 28672, "head_dim": 1024}

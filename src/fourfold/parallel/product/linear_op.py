@@ -176,7 +176,7 @@ def sharded_product(
     """The output of each member, its tokens in the dims of ``shapes``; ``seed``: of the dropout of adapters."""
     interleaving = product.collectives.interleaving
     deferred = product.out_ranks > 1 and (product.defers or interleaving is not None)
-    if deferred:
+    if deferred and input.requires_grad:  # otherwise the gradients of weights would ask for one of the input
         # Meanwhile the gradients of the weights are computed; those of a half-batch, while the other half sends, too.
         postponed = [w for w in weights if w.requires_grad] if interleaving is not None else []
         input, *awaited = await_gradient(input, product.collectives, postponed)
