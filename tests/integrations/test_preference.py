@@ -127,6 +127,29 @@ def test_without_a_reference_it_is_the_first_model(
         assert reward < 1e-4
 
 
+def losses(folder: str, given: str, dropout: float) -> list[float]:
+    """The losses of a trainer whose adapters have dropout, which `DPOConfig.disable_dropout` switches off."""
+    from peft import LoraConfig
+
+    options: dict[str, Any] = {"parallel": {"lora": ff.Lora(rank=4, dropout=dropout)}}
+    if given == "peft_config":
+        options = {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout)}
+    with runs.as_launched(torch.distributed.get_rank(), 2):
+        run = preferences(trainer, folder, 4, model=model(), grid=Grid.create((1, 2, 1, 1)), **options)
+        run.train()
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("given", ["peft_config", "parallel"])
+def test_disable_dropout_is_for_adapters_as_well(given: str, pool: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    with_dropout, without = (pool.run(losses, 2, str(tmp_path), given, share)[0] for share in (0.5, 0.0))
+    assert with_dropout == without
+    assert len(set(without)) > 1  # from the second step on an adapter changes what is computed
+
+
 def refused(options: dict[str, Any], changes: dict[str, Any], folder: str) -> None:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer

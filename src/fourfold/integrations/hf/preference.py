@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,6 +118,8 @@ class GridPreferenceTrainer(GridTrainer):
             options["peft_config"] = _without_dropout(options.get("peft_config"))
             for adapter, config in getattr(model, "peft_config", {}).items():
                 cast(Any, model).peft_config[adapter] = _without_dropout(config)
+            if (parallel or {}).get("lora") is not None:
+                parallel = {**parallel, "lora": replace(parallel["lora"], dropout=0.0)}
         self._reference_checkpoint: str | Path | None = None
         if ref_model is not None:
             if any(p.is_meta for p in ref_model.parameters()):
@@ -127,7 +129,7 @@ class GridPreferenceTrainer(GridTrainer):
                 f"{name}(ref_model=None): the reference would be a copy of the adapters that the model has; merge them "
                 "(merge_and_unload) and pass peft_config, or pass a ref_model"
             )
-        elif options.get("peft_config") is not None or "lora" in (parallel or {}):
+        elif options.get("peft_config") is not None or (parallel or {}).get("lora") is not None:
             ref_model = WithoutAdapters(model)
         else:
             ref_model, self._reference_checkpoint = copy.deepcopy(model), options.get("checkpoint")
