@@ -64,6 +64,9 @@ class Anatomy:
         """(query heads, key/value heads) of the attention that a module belongs to."""
         parent = self.modules[name.rsplit(".", 1)[0]] if "." in name else self.model
         config = getattr(parent, "config", None) or self.config
+        layer = getattr(parent, "layer_idx", None)
+        if layer is not None and getattr(config, "is_heterogeneous", False):
+            config = config.per_layer_config[layer]  # transformers lets no layer read the model's own
         heads = first_attribute(parent, HEAD_ATTRIBUTES, int) or first_attribute(config, HEAD_ATTRIBUTES, int)
         kv_heads = first_attribute(parent, KV_HEAD_ATTRIBUTES, int) or first_attribute(
             config, KV_HEAD_ATTRIBUTES, int
