@@ -1,10 +1,7 @@
 """The tutorials of fine-tuning, word by word, with a tiny model."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -15,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from fourfold.config.edit import with_fields
 from tests import prepared
-from tests.documented import ROOT, Code, blocks, commands
+from tests.documented import INSTALLED, ROOT, Code, blocks, commands, run
 
 pytestmark = pytest.mark.nightly
 
@@ -54,26 +51,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(command: str, folder: Path) -> str:
+def run_here(command: str, folder: Path) -> str:
     for words, others in INSTEAD.items():
         command = command.replace(words, others)
-    settings = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}/src",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "150",
-    }
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return done.stdout
+    return run(command, folder, **INSTALLED, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", COLUMNS="150")
 
 
 def run_page(page: str, folder: Path) -> dict[str, str]:
@@ -81,7 +62,7 @@ def run_page(page: str, folder: Path) -> dict[str, str]:
     printed = {}
     for block in blocks(page):
         if block.language == "bash":
-            printed |= {command: run(command, folder) for command in commands(block)}
+            printed |= {command: run_here(command, folder) for command in commands(block)}
         elif block.language == "toml":
             write_settings(block, folder)
     return printed
@@ -120,7 +101,7 @@ def test_a_hub_model_is_fine_tuned_and_resumes(folder: Path) -> None:
     shutil.rmtree(newest)
     (folder / "sft/model.safetensors").unlink()
     (train,) = (command for command in printed if command.startswith("torchrun "))
-    run(train, folder)
+    run_here(train, folder)
     assert newest.is_dir()
     assert {path: path.stat().st_mtime_ns for path in saved} == saved, "it began again"
     for name, weight in load_file(folder / "sft/model.safetensors").items():

@@ -1,10 +1,7 @@
 """lm_eval, in an environment of its own, judges an export as transformers does, with the files and the command of the page."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import prepared
-from tests.documented import ROOT, blocks, commands
+from tests.documented import INSTALLED, blocks, commands, run
 
 PAGE = "docs/how-to/evaluate.md"
 QUESTIONS = 40
-
-
-def run(command: str, folder: Path, **settings: str) -> None:
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
 
 
 def of_page(word: str) -> list[str]:
@@ -40,10 +25,6 @@ def exported(folder: Path, words: list[str]) -> None:
     """A step of a tiny model, exported."""
     prepared.small_pretrained(folder / "my-model", words)
     prepared.as_jsonl(words, folder / "text.jsonl")
-    here = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{ROOT}/src",
-    }
     small = "--set engine.precision=fp32 --set schedule.steps=2 --set schedule.warmup_steps=0 --set optimizer.lr=0.01"
     for command in (
         "fourfold data prepare text text.jsonl --tokenizer my-model",
@@ -51,7 +32,7 @@ def exported(folder: Path, words: list[str]) -> None:
         f"fourfold train run.toml --ranks 1 {small}",
         "fourfold export run/checkpoints exported",
     ):
-        run(command, folder, **here)
+        run(command, folder, **INSTALLED)
 
 
 def questions(words: list[str]) -> list[dict[str, Any]]:
