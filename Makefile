@@ -15,7 +15,7 @@ check:  ## lint, format, types
 	$(BIN)/mypy src
 
 test:  ## the tests that every change must pass
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not nightly" -n 2 --dist worksteal
 
 nightly:  ## the other tests, one at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly

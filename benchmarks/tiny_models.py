@@ -52,25 +52,20 @@ class Family:
 @functools.cache
 def families() -> list[Family]:
     """Every family whose config has a `base_model_tp_plan`, then the plain decoders that have none, and variants."""
-    planned = []
-    for package in pkgutil.iter_modules(transformers.models.__path__):
-        candidates = [c for c in _config_classes(package.name) if c.base_model_tp_plan]
-        if candidates:
-            planned.append(_row(package.name, min(candidates, key=_distance_from_text_decoder)))
-    extra = [
-        _row(name, next(c for c in _config_classes(name.partition(":")[0]) if c.__name__ == config_class))
-        for name, config_class in EXTRA_FAMILIES.items()
-    ]
-    return planned + extra
+    folders = [package.name for package in pkgutil.iter_modules(transformers.models.__path__)]
+    planned = [_row(folder) for folder in folders if folder not in EXTRA_FAMILIES]
+    return [row for row in planned if row is not None] + [find_family(name) for name in EXTRA_FAMILIES]
 
 
+@functools.cache
 def find_family(name: str) -> Family:
-    for family in families():
-        if family.name == name:
-            return family
-    raise ValueError(
-        f"{name!r} is not a family with a tensor-parallel plan, nor one of EXTRA_FAMILIES (benchmarks/tiny_configs.py); add it there"
-    )
+    """One of `families`; of the others not even the config is imported, which takes half a minute for all."""
+    row = _row(name)
+    if row is None:
+        raise ValueError(
+            f"{name!r} is not a family with a tensor-parallel plan, nor one of EXTRA_FAMILIES (benchmarks/tiny_configs.py); add it there"
+        )
+    return row
 
 
 def tiny_model(family: Family, *, seed: int = 0) -> PreTrainedModel:
@@ -146,7 +141,15 @@ def _model_and_config_class(family: Family) -> tuple[type[PreTrainedModel], type
     )
 
 
-def _row(name: str, config_class: type[PreTrainedConfig]) -> Family:
+def _row(name: str) -> Family | None:
+    classes = _config_classes(name.partition(":")[0])
+    if name in EXTRA_FAMILIES:
+        config_class = next(c for c in classes if c.__name__ == EXTRA_FAMILIES[name])
+    else:
+        planned = [c for c in classes if c.base_model_tp_plan and ":" not in name]
+        if not planned:
+            return None
+        config_class = min(planned, key=_distance_from_text_decoder)
     styles = (config_class.base_model_tp_plan or {}).values()
     return Family(name, config_class.__name__, tuple(sorted(set(styles))))
 

@@ -34,7 +34,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     # Ranks import pytest (it is the main module) and the test modules: what these need is imported once, in the server.
-    with RankPool(16, preload=["pytest", "hypothesis"]) as ranks:
+    with RankPool(
+        16, preload=["pytest", "hypothesis", "fourfold.train.run", "fourfold.selftest", "tests.models"]
+    ) as ranks:
         yield ranks
 
 

@@ -171,6 +171,7 @@ def test_the_fastest_layout_is_written_into_a_run_config(run_config, capsys):
     assert capsys.readouterr().out.splitlines()[0] == said.splitlines()[0]
 
 
+@pytest.mark.nightly
 def test_a_run_config_that_was_planned_is_planned_anew(run_config, capsys):
     """What the first plan wrote does not restrict the next one, unless it is given by --set."""
     fresh = run_config.read_text()
@@ -236,6 +237,7 @@ def test_offloading_is_priced_when_it_is_asked_for(run_config, capsys, tmp_path)
         assert load_run(run_config).engine.activation_offloading
 
 
+@pytest.mark.nightly
 def test_a_plan_for_another_batch_is_not_written(config, run_config, capsys):
     before = run_config.read_text()
     assert plan(config, "--write", str(run_config)) == 2

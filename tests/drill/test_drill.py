@@ -227,6 +227,7 @@ def test_a_drill_empties_only_the_folder_of_a_drill(run_file: Path, tmp_path: Pa
 # -- on a cluster ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_run_on_a_cluster_is_compared_by_its_checkpoints(
     pool: RankPool, run_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,7 @@ def sent(shape: tuple[int, int, int, int], weights: Any, lora: Lora | None, **op
 
 
 @pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
-@pytest.mark.parametrize("shape", [(1, 4, 1, 1), (1, 2, 2, 2)])
+@pytest.mark.parametrize("shape", [(1, 4, 1, 1), pytest.param((1, 2, 2, 2), marks=pytest.mark.nightly)])
 def test_adapters_send_no_activation_more_and_half_of_the_weights(
     shape: tuple[int, int, int, int], weights: str
 ) -> None:
@@ -61,7 +61,7 @@ def test_dropout_of_adapters_sends_nothing() -> None:
     ]
 
 
-@pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
+@pytest.mark.parametrize("weights", [pytest.param("fsdp2", marks=pytest.mark.nightly), "streamed"])
 def test_packed_weights_are_sent_as_bytes(weights: str) -> None:
     shape = (1, 2, 2, 2)
     # In a bundle, which packed weights are not in, small weights would be gathered once.
@@ -78,6 +78,7 @@ def test_packed_weights_are_sent_as_bytes(weights: str) -> None:
     assert saved == pytest.approx(elements * (2 - 36 / 64), rel=0.01)
 
 
+@pytest.mark.nightly
 def test_half_batches_multiply_no_more_than_a_whole_batch() -> None:
     """Gradients of weights are computed later there: those of frozen weights are not computed at all."""
     flops = []

@@ -94,6 +94,7 @@ def test_expanded_trace_equals_the_trace_of_trace_all(weights, checkpointing, ac
     assert expanded.trace.before == whole.trace.before
 
 
+@pytest.mark.nightly
 def test_moments_in_bf16_are_updated_block_by_block(monkeypatch):
     monkeypatch.setattr(adamw_bf16, "PART", 1000)  # several parts of a matrix
     whole, expanded = whole_and_expanded(
@@ -123,7 +124,7 @@ def test_repeated_chunks_of_the_loss_equal_those_that_are_traced_one_by_one(monk
     ("count", "shape", "weights", "kind", "offloads"),
     [
         pytest.param(8, (1, 2, 1, 1), "fsdp2", "selective", False, marks=pytest.mark.nightly),
-        (10, (1, 2, 1, 1), "fsdp2", "selective", True),
+        pytest.param(10, (1, 2, 1, 1), "fsdp2", "selective", True, marks=pytest.mark.nightly),
         pytest.param(0, (1, 2, 1, 1), "fsdp2", "selective", False, marks=pytest.mark.nightly),
         pytest.param(5, (2, 2, 1, 2), "fsdp2", "full", True, marks=pytest.mark.nightly),
         pytest.param(5, (1, 2, 2, 1), "streamed", "full", False, marks=pytest.mark.nightly),
@@ -158,7 +159,7 @@ def test_blocks_that_are_partly_recomputed_are_two_lists_of_like_blocks(
     ("weights", "checkpointing", "target"),
     [
         ("fsdp2", "full", "cuda"),
-        ("streamed", "none", "cpu"),
+        pytest.param("streamed", "none", "cpu", marks=pytest.mark.nightly),
         pytest.param("streamed", "full", "cuda", marks=pytest.mark.nightly),
         pytest.param("fsdp2", "none", "cpu", marks=pytest.mark.nightly),
     ],
@@ -180,6 +181,7 @@ def test_repeated_micro_batches_equal_those_that_are_traced_one_by_one(weights, 
     assert repeated.trace.before == whole.trace.before
 
 
+@pytest.mark.nightly
 def test_operators_by_which_dtensor_infers_shapes_are_not_recorded():
     """They run once, on whole fake tensors: two shallow copies of the model would differ by them."""
     run = dryrun(

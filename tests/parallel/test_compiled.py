@@ -58,7 +58,7 @@ def compare(shape: Shape, kind: str, changes: dict[str, Any], options: dict[str,
     [
         ((1, 2, 1, 1), "llama", {}, {"activation_checkpointing": "selective"}),
         pytest.param((1, 1, 1, 2), "llama", {"num_hidden_layers": 3}, {}, marks=pytest.mark.nightly),
-        ((1, 1, 2, 1), "qwen3", {}, {"activation_checkpointing": "full", "accumulation": "sharded"}),
+        pytest.param((1, 1, 2, 1), "qwen3", {}, {"activation_checkpointing": "full", "accumulation": "sharded"}, marks=pytest.mark.nightly),
         pytest.param((1, 1, 1, 2), "gpt2", {}, {"activation_checkpointing": "selective", "precision": "bf16"}, marks=pytest.mark.nightly),
         pytest.param((1, 1, 1, 2), "qwen2", {"num_key_value_heads": 1}, {"activations": "replicated"}, marks=pytest.mark.nightly),
         pytest.param((1, 1, 2, 1), "llama", {}, {"overlap": ff.Overlap(keep_inputs=False)}, marks=pytest.mark.nightly),
@@ -97,6 +97,7 @@ def forget(shape: Shape) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_a_sum_that_is_left_out_is_found(pool: RankPool) -> None:
     assert pool.run(forget, 2, (1, 1, 2, 1)) == [False, False]
 
@@ -190,6 +191,7 @@ def compiled_by_the_user(shape: Shape, weights: str) -> None:
     assert torch.equal(model(input_ids=ids, labels=ids).loss, right)
 
 
-@pytest.mark.parametrize("weights", [pytest.param("fsdp2", marks=pytest.mark.nightly), "streamed"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("weights", ["fsdp2", "streamed"])
 def test_torch_compile_of_a_parallel_model_leaves_it_as_it_is(pool: RankPool, weights: str) -> None:
     pool.run(compiled_by_the_user, 2, (1, 1, 1, 2), weights)

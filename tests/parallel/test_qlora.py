@@ -47,9 +47,13 @@ def round_blocks(model: nn.Module) -> nn.Module:
     [
         ((1, 1, 1, 1), {"weights": "fsdp2"}),
         ((1, 2, 1, 1), {"weights": "fsdp2"}),
-        ((1, 1, 2, 2), {"weights": "streamed", "micro_batches": 2}),
+        pytest.param((1, 1, 2, 2), {"weights": "streamed", "micro_batches": 2}, marks=pytest.mark.nightly),
         ((1, 2, 1, 2), {"weights": "fsdp2", "activation_checkpointing": "full"}),
-        ((1, 2, 2, 1), {"weights": "streamed", "activation_checkpointing": "selective"}),
+        pytest.param(
+            (1, 2, 2, 1),
+            {"weights": "streamed", "activation_checkpointing": "selective"},
+            marks=pytest.mark.nightly,
+        ),
         ((2, 2, 1, 1), {"weights": "fsdp2", "micro_batches": 1, "accumulation": "sharded"}),
         ((1, 2, 2, 1), {"weights": "fsdp2", "activations": "replicated"}),
         ((1, 2, 1, 2), {"weights": "streamed", "overlap": ff.Overlap(interleave=True)}),
@@ -243,7 +247,7 @@ def faulty(fault: str, folder: Path) -> None:
         load.quantize = quantize  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("fault", ["scale", "border"])
+@pytest.mark.parametrize("fault", [pytest.param("scale", marks=pytest.mark.nightly), "border"])
 def test_a_fault_is_seen(pool: RankPool, tmp_path: Path, fault: str) -> None:
     build(KIND).save_pretrained(tmp_path)
     pool.run(faulty, 2, fault, tmp_path)

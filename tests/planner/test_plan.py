@@ -33,6 +33,7 @@ def found():
     return ff.plan(CONFIG, "dgx-h100", 4, sequences=8, length=32, simulate=3, quiet=True)
 
 
+@pytest.mark.nightly
 def test_the_first_layouts_are_simulated_and_ranked_by_simulated_time(found):
     simulated = [e for e in found.ranked if e.is_simulated]
     assert found.ranked[: len(simulated)] == simulated
@@ -106,6 +107,7 @@ class Own(nn.Module):
         return self.down
 
 
+@pytest.mark.nightly
 def test_a_module_without_formulas_is_dry_run_on_every_grid():
     with torch.device("meta"):
         model = Own()

@@ -39,7 +39,7 @@ def train_twice(shape: Shape, weights: Any, changes: dict[str, Any]) -> None:
             trained.zero_grad()
 
 
-@pytest.mark.parametrize("weights", ["streamed", "fsdp2"])
+@pytest.mark.parametrize("weights", [pytest.param("streamed", marks=pytest.mark.nightly), "fsdp2"])
 @pytest.mark.parametrize(
     ("shape", "changes"),
     [

@@ -26,7 +26,11 @@ JOB = steps.Job(sized_model_config("1m", 512) | {"num_hidden_layers": 2}, sequen
     [
         ((1, 2, 1, 2), {"weights": "fsdp2"}),
         ((2, 2, 1, 1), {"weights": "streamed"}),
-        ((1, 1, 2, 2), {"weights": "streamed", "overlap": Overlap(interleave=True)}),
+        pytest.param(
+            (1, 1, 2, 2),
+            {"weights": "streamed", "overlap": Overlap(interleave=True)},
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_step_is_that_of_a_dry_run(shape, options):

@@ -200,9 +200,10 @@ def test_the_closed_form_knows_packed_weights(model, layout):
     assert closed.parameters_bytes == pytest.approx(done.by_category["parameters"], rel=0.005)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model", "layout", "sequences"),
-    [OFFLOADED[0], *(pytest.param(*point, marks=pytest.mark.nightly) for point in OFFLOADED[1:])],
+    OFFLOADED,
     ids=str,
 )
 def test_the_closed_form_knows_what_offloading_saves(model, layout, sequences):
@@ -252,7 +253,7 @@ def of_family(family: str) -> PreTrainedConfig:
         *(pytest.param(family, marks=pytest.mark.nightly) for family in sorted({*_GATED, *_UNGATED})),
     ],
 )
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
 def test_the_closed_form_knows_what_other_families_keep(family, precision):
     # Four temporaries of bloom's own GELU are the peak in fp32, which is 9 % above the closed form.
     bar = 0.1 if (family, precision) == ("bloom", "fp32") else BAR

@@ -67,9 +67,10 @@ def train_compiled(run: RunConfig) -> tuple[dict[int, float], dict[int, float], 
     return expected, losses, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shape", "recomputed"),
-    [((1, 2, 1, 1), "none"), pytest.param((1, 1, 1, 2), "selective", marks=pytest.mark.nightly)],
+    [((1, 2, 1, 1), "none"), ((1, 1, 1, 2), "selective")],
 )
 def test_a_run_with_compiled_blocks_has_the_same_losses(
     pool: RankPool, values: dict[str, Any], shape: Shape, recomputed: str
@@ -306,7 +307,9 @@ def evaluated(run: RunConfig) -> tuple[dict[int, float], float, bool]:
     return losses, found[-1], losses == plain
 
 
-@pytest.mark.parametrize("sequences", [11, 1])  # two ranks read 6 and 5 of them, or 1 and none
+@pytest.mark.parametrize(
+    "sequences", [pytest.param(11, marks=pytest.mark.nightly), 1]
+)  # two ranks read 6 and 5 of them, or 1 and none
 def test_evaluation_is_the_same_on_every_grid_and_does_not_change_training(
     pool: RankPool, values: dict[str, Any], sequences: int
 ) -> None:

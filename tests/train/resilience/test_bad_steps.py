@@ -326,7 +326,9 @@ def train_for_given_seconds(values: dict[str, Any], factor: float) -> dict[int, 
     return stragglers.named
 
 
-@pytest.mark.parametrize(("factor", "named"), [(1.5, {2: 2.0}), (2.5, {})])
+@pytest.mark.parametrize(
+    ("factor", "named"), [(1.5, {2: 2.0}), pytest.param(2.5, {}, marks=pytest.mark.nightly)]
+)
 def test_a_rank_that_is_slow_by_the_factor_is_named_by_all(
     pool: RankPool, values: dict[str, Any], factor: float, named: dict[int, float]
 ) -> None:
