@@ -20,6 +20,7 @@ from transformers import (
 
 import fourfold as ff
 from benchmarks.ranks import RankPool
+from benchmarks.tiny_models import find_family, tiny_model
 from fourfold import Grid
 from tests.models import (
     LLAMA_LIKE,
@@ -59,6 +60,13 @@ def auxiliary_loss(coefficient: float) -> PreTrainedModel:
     )
 
 
+def other_auxiliary_loss() -> PreTrainedModel:
+    """Of attention as well."""
+    model = tiny_model(find_family("jetmoe"))
+    model.config.output_router_logits = True
+    return model
+
+
 def loss_or_error(make: Callable[..., PreTrainedModel], *arguments: float) -> str:
     torch.manual_seed(0)
     grid = Grid.create(SHAPE)
@@ -78,7 +86,8 @@ def loss_or_error(make: Callable[..., PreTrainedModel], *arguments: float) -> st
     [
         (other_loss, (), "LlamaForTokenClassification has the loss ForTokenClassification"),
         (own_loss, (), "T5ForConditionalGeneration computes its own loss"),
-        (auxiliary_loss, (0.5,), "MixtralForCausalLM computes its own loss, or adds to it"),
+        (other_auxiliary_loss, (), "JetMoeForCausalLM computes its own loss, or adds to it"),
+        (auxiliary_loss, (0.5,), "a loss"),
         (auxiliary_loss, (0.0,), "a loss"),
     ],
 )

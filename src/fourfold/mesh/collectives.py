@@ -39,6 +39,7 @@ Purpose = Literal[
     "activation",
     "regather",  # inputs of linears, gathered a second time for backward
     "routing",  # of tokens to experts: choices, their weights and the gradients of these
+    "balance",  # of experts: how many tokens chose each, and how probable it was
     "shared",  # gradients of key/value heads that several y ranks use
     "weight",
     "gradient",

@@ -20,6 +20,7 @@ from fourfold.mesh.offloading import Copies, Offloading, copies_of
 from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_split
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
+from fourfold.parallel.experts.balance import asks_for_balance_loss, balance_loss
 from fourfold.parallel.float8.choice import Float8Recipe, check_device, linears_in_float8
 from fourfold.parallel.lora import (
     Lora,
@@ -179,7 +180,7 @@ def arrange(
         )
 
     draws = options.lora is not None and options.lora.dropout > 0
-    if (why_eager := _why_not_compiled(options.lora)) is not None:
+    if (why_eager := _why_not_compiled(model, options.lora)) is not None:
         if options.compile:
             raise UnsupportedError(f"{why_eager}, so compile=True is not supported; use compile=False")
         if options.compile is None:
@@ -230,6 +231,10 @@ def arrange(
             offloading=None if kind == "none" else offloading,
         )
     wrap_model(model, inside, replaced.groups, dropout, guard, tokens, head_loss)
+    # Half-batches have sums of their own, and one auxiliary loss.
+    balance = balance_loss(model, grid, by_tokens=tokens is not None, is_compiled=is_compiled)
+    if balance is not None:
+        balance.collect()
 
     # 5. Two half-batches alternate, where activations are sent.
     split = BatchSplit.of(grid)
@@ -242,6 +247,8 @@ def arrange(
         # Where activations are sent, the vocabulary or the hidden features are sharded.
         assert guard is not None
         split_batches(model, split, replaced.groups, guard.count, tokens)
+    if balance is not None:
+        balance.add()
 
     # 6. Weights on z and data.
     shard_weights(
@@ -277,7 +284,9 @@ def arrange(
     return report, replays
 
 
-def _why_not_compiled(lora: Lora | None) -> str | None:
+def _why_not_compiled(model: nn.Module, lora: Lora | None) -> str | None:
+    if asks_for_balance_loss(model):
+        return "the auxiliary loss (output_router_logits) reads the logits of routers inside blocks"
     if lora is None:
         return None
     if lora.dropout:
