@@ -17,6 +17,8 @@ from fourfold.errors import UnsupportedError
 # Classes without the decorator: are their weights [experts, in, out]?
 _UNDECORATED = {"Llama4TextExperts": True, "LongcatFlashExperts": False, "Step3p7Experts": False}
 _ROUTER, _GATE = re.compile(r"gate|router"), re.compile(r"shared_expert_gate")
+# What a router adds to its scores to choose experts, and not to weight them: a buffer, or a frozen parameter.
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 # Of a module that multiplies its input with random numbers in training.
 _JITTER = ("jitter_noise", "input_jitter_noise")
 # Of the module around experts: the number of hidden features that it gives its input.
@@ -108,6 +110,19 @@ def beside_all_experts(model: nn.Module) -> dict[str, str]:
         if is_experts(module)
         for name, word in beside_experts(modules, experts).items()
     }
+
+
+def correction_bias(modules: Mapping[str, nn.Module], experts: str) -> str | None:
+    """The name of the bias by which the router beside ``experts`` chooses; None if it has none."""
+    parent = experts.rpartition(".")[0]
+    module = modules[parent]
+    names = [name for name, _ in (*module.named_buffers(), *module.named_parameters())]
+    found = [name for name in names if name.rpartition(".")[2] in _CORRECTIONS]
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"{parent} has several biases of routers, {', '.join(found)}, of which one is expected"
+        )
+    return f"{parent}.{found[0]}".lstrip(".") if found else None
 
 
 def check_jitter(name: str, *modules: nn.Module) -> None:
