@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXJapaneseConfig,
@@ -74,6 +76,13 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,
         LLAMA_LIKE | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    # Whose routers have a correction bias; the first layer is dense.
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig,
+        LLAMA_LIKE
+        | {"head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
     ),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, LLAMA_LIKE | {"head_dim": 8, "attn_implementation": "eager"}),
 }

@@ -92,6 +92,19 @@ def test_a_minimal_file_is_valid():
             "engine.activations='sequence-parallel' grid.x=3",
             r"grid.x=3 does not divide data.sequence_length=\d+; use \d+, or 'auto'",
         ),
+        (
+            "experts.bias_rate=0.1 engine.compile=true",
+            r"experts\.bias_rate with engine\.compile=true.*set engine\.compile to false",
+        ),
+        (
+            "experts.load_metrics=true reliability.torchft_lighthouse='http://head:1' grid.z=1",
+            r"experts\.load_metrics with reliability\.torchft_lighthouse",
+        ),
+        (
+            "experts.bias_rate=0.1 lora.rank=4 model.pretrained=a model.config=none",
+            r"experts\.bias_rate=0\.1 with lora\.rank=4.*set bias_rate to 0",
+        ),
+        ("router_aux_loss_coef=0.1", r"did you mean 'experts\.aux_loss_coef'\?"),
     ],
 )
 def test_an_error_names_the_field_and_the_remedy(change, words):

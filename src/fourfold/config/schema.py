@@ -243,6 +243,22 @@ class EngineSection(Section):
         return self
 
 
+class ExpertsSection(Section):
+    """How the experts of a mixture are trained evenly. What a model does not have is an error."""
+
+    aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """Add this times the auxiliary loss of routers, that of the global batch; none: as output_router_logits and router_aux_loss_coef in config.json say."""
+    bias_rate: Annotated[float, Field(ge=0)] = 0.0
+    """After each step, raise the correction bias of experts with fewer tokens than the mean by this, and lower that of the others; 0: leave it."""
+    load_metrics: bool = False
+    """Count the tokens of each expert, for metrics and the report."""
+
+    @property
+    def reads_routers(self) -> bool:
+        """Is something on that reads the choices of routers inside blocks?"""
+        return bool(self.aux_loss_coef) or self.bias_rate > 0 or self.load_metrics
+
+
 class CheckpointSection(Section):
     """Where and how often checkpoints are saved."""
 
@@ -364,6 +380,7 @@ class RunConfig(Section):
     schedule: ScheduleSection = ScheduleSection()
     engine: EngineSection = EngineSection()
     lora: LoraSection = LoraSection()
+    experts: ExpertsSection = ExpertsSection()
     checkpoints: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     logging: LoggingSection = LoggingSection()
@@ -408,6 +425,29 @@ class RunConfig(Section):
                 raise ValueError(
                     f"lora.{name}={getattr(self.lora, name)!r} with engine.compile=true is not supported; use false"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def experts_fit(self) -> RunConfig:
+        if not self.experts.reads_routers:
+            return self
+        on = ", ".join(
+            f"experts.{name}" for name in sorted(self.experts.model_fields_set) if getattr(self.experts, name)
+        )
+        if self.engine.compile:
+            raise ValueError(
+                f"{on} with engine.compile=true is not supported: routers in compiled blocks cannot be read; set engine.compile to false"
+            )
+        if self.reliability.torchft_lighthouse is not None:
+            raise ValueError(
+                f"{on} with reliability.torchft_lighthouse is not supported: replicas are separate jobs, whose tokens would be counted "
+                "apart; leave one of the two out"
+            )
+        if self.experts.bias_rate and self.lora.rank:
+            raise ValueError(
+                f"experts.bias_rate={self.experts.bias_rate:g} with lora.rank={self.lora.rank} is not supported: the bias is a part of the "
+                "model, of which adapters alone are saved; set bias_rate to 0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from fourfold.train.loop.garbage import GarbageCollection
 from fourfold.train.loop.trainer import Callback
 from fourfold.train.observe.console import ConsoleLogger
 from fourfold.train.observe.evaluate import Evaluation
+from fourfold.train.observe.expert_load import ExpertLoadMetrics
 from fourfold.train.observe.meter import Meter
 from fourfold.train.observe.metrics import JsonLines, TensorBoard
 from fourfold.train.observe.profile import Profile
@@ -33,6 +34,8 @@ def callbacks_of(run: RunConfig) -> list[Callback]:
     ]
     if run.evaluation.sequences:
         callbacks.append(Evaluation(run.evaluation.sequences, run.evaluation.every_steps))
+    if run.experts.load_metrics:
+        callbacks.append(ExpertLoadMetrics())
     callbacks += [Meter(), JsonLines(logging.folder)]
     if logging.tensorboard:
         callbacks.append(TensorBoard(logging.folder))

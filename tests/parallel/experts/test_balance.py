@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from benchmarks.ranks import RankPool
 from benchmarks.tiny_models import find_family, tiny_batch, tiny_model
 from fourfold import Grid
+from fourfold.errors import UnsupportedError
 from fourfold.mesh.reductions import sum_forward
 from fourfold.parallel.experts.balance import BalanceLoss
 from fourfold.weights.api import no_sync
-from tests.models import gradients, local_gradients, part
+from tests.models import part
 
 Shape = tuple[int, int, int, int]
 COEFFICIENT = 0.5  # large, so that a wrong auxiliary loss is a wrong gradient
@@ -90,8 +92,12 @@ def errors(
                 with nullcontext() if is_last else no_sync(model):
                     found.append(model(**rows_of(batch, mine[at : at + size])))
                     found[-1].loss.backward()
-    whole, gradient = gradients(stock), 0.0
-    for key, local in local_gradients(model).items():
+    gradient = 0.0
+    whole = {key: p.grad for key, p in stock.named_parameters() if p.grad is not None}  # towers are idle
+    for key, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         maximum = whole[report.layouts[key].hf_name].abs().max()
         if local.numel() and maximum > 1e-6:
             gradient = max(gradient, float((local - part(whole, report, grid, key)).abs().max() / maximum))
@@ -131,23 +137,36 @@ def test_other_grids(pool: RankPool, name: str, shape: Shape, activations: str) 
 
 
 @pytest.mark.parametrize(
-    ("options", "given"),
+    ("shape", "options", "given"),
     [
-        ({"weights": "fsdp2", "activation_checkpointing": "full"}, {"pads": True, "micro_batches": 2}),
         (
-            {"weights": "streamed", "activation_checkpointing": "selective", "accumulation": "sharded"},
-            {"micro_batches": 2},
+            (1, 2, 1, 1),
+            {"weights": "fsdp2", "activation_checkpointing": "full"},
+            {"pads": True, "micro_batches": 2},
         ),
-        ({"weights": "streamed", "activation_checkpointing": "full"}, {"pads": True}),
-        pytest.param({"weights": "fsdp2", "chunked_loss": False}, {}, marks=pytest.mark.nightly),
+        (
+            (1, 1, 1, 2),
+            {"weights": "streamed", "activation_checkpointing": "selective", "accumulation": "sharded"},
+            {"pads": True, "micro_batches": 2},
+        ),
+        pytest.param(
+            (1, 2, 1, 2),
+            {"weights": "streamed", "activation_checkpointing": "full"},
+            {"pads": True},
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            (1, 2, 1, 2),
+            {"weights": "fsdp2", "activation_checkpointing": "selective", "chunked_loss": False},
+            {"micro_batches": 2},
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=lambda given: " ".join(map(str, given.values())),
 )
 def test_with_padding_micro_batches_and_other_options(
-    pool: RankPool, options: dict[str, Any], given: dict[str, Any]
+    pool: RankPool, shape: Shape, options: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    """On a grid whose z and x ranks have different tokens."""
-    verify(pool, "qwen3_moe", (1, 2, 1, 2), "sequence-parallel", options=options, **given)
+    verify(pool, "qwen3_moe", shape, options=options, **given)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -206,3 +225,34 @@ def test_a_planted_fault_is_found(
 ) -> None:
     found = pool.run(errors, 2, "qwen3_moe", shape, fault=fault, **given)
     assert max(each.gradient for each in found) > 1e-2
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused() -> dict[str, str]:
+    found, grid = {}, Grid.create((1, 1, 1, 1))
+
+    def attempt(what: str, compile: bool = False, is_default: bool = True, **given: Any) -> None:
+        model = with_aux_loss("qwen3_moe")
+        model.config.output_router_logits = is_default
+        batch = tiny_batch(model, ROWS)
+        try:
+            ff.parallelize(model, grid, compile=compile)
+            model(**batch, **given)
+        except UnsupportedError as error:
+            found[what] = str(error)
+
+    attempt("compiled", compile=True)
+    attempt("compiled later", compile=True, is_default=False, output_router_logits=True)
+    attempt("tuple", return_dict=False)
+    attempt("mask", attention_mask=torch.ones(ROWS, 1, 16, 16, dtype=torch.bool))
+    return found
+
+
+def test_what_is_refused_by_name(pool: RankPool) -> None:
+    (found,) = pool.run(refused, 1)
+    assert "reads the logits of routers inside blocks, so compile=True is not supported" in found["compiled"]
+    assert "Qwen3MoeForCausalLM has compiled blocks" in found["compiled later"]
+    assert "returned a tuple" in found["tuple"]
+    assert "(8, 1, 16, 16)" in found["mask"]

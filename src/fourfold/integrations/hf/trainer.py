@@ -22,6 +22,7 @@ from fourfold.mesh import agreements
 from fourfold.mesh.grid import Grid
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.dropout import seed_ranks
+from fourfold.parallel.experts.balance import balance_loss_of
 from fourfold.parallel.lora import Lora, is_adapter
 from fourfold.parallel.loss.cross_entropy import full_logits
 from fourfold.parallel.parallelize import parallelize
@@ -156,6 +157,13 @@ class GridTrainer:
                 f"the last batch has {last} rows for data*z={self.grid.batch_ranks} parts of {rows}, and rows that are joined "
                 "in one (padding-free) cannot be left out; use dataloader_drop_last=True, or a data set whose length is a "
                 f"multiple of {self.grid.batch_ranks * rows}"
+            )
+        balance = balance_loss_of(self.model)
+        if balance is not None and balance.is_asked:
+            raise UnsupportedError(
+                f"the last batch has {last} rows for data*z={self.grid.batch_ranks} parts of {rows}, and the auxiliary loss of routers would "
+                "count the rows that make it even; use dataloader_drop_last=True, a data set whose length is a multiple of "
+                f"{self.grid.batch_ranks * rows}, or output_router_logits=False"
             )
         labels[self.accelerator.repeated_rows(rows)] = IGNORED
         return True

@@ -30,7 +30,7 @@ from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_forward
 
-_ASKED = "output_router_logits"
+_ASKED, _COEFFICIENT = "output_router_logits", "router_aux_loss_coef"
 # The arguments of the function in each modelling file that this loss is; one with others is another loss.
 _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 _ATTRIBUTE = "_balance_loss"
@@ -59,9 +59,9 @@ class BalanceLoss:
     @property
     def weight(self) -> float:
         """By which the auxiliary loss of a forward is multiplied."""
-        of_model = getattr(self._model, "router_aux_loss_coef", None)
+        of_model = getattr(self._model, _COEFFICIENT, None)
         if of_model is None:
-            of_model = self._config.router_aux_loss_coef
+            of_model = getattr(self._config, _COEFFICIENT)
         return self.share * float(of_model if self.coefficient is None else self.coefficient)
 
     # -- the sums of one forward, which may be that of a half-batch --------------------------------------------------------
@@ -191,7 +191,9 @@ def has_balance_loss(model: nn.Module) -> bool:
         or getattr(model, "base_model", model) is model
     ):
         return False
-    has_coefficient = hasattr(config.get_text_config(), "router_aux_loss_coef")
+    # Models of text have it as an attribute; those with towers read it in the configuration of their text model.
+    text = config.get_text_config()
+    has_coefficient = hasattr(model if text is config else text, _COEFFICIENT)
     return has_coefficient and list(inspect.signature(function).parameters) == _ARGUMENTS
 
 

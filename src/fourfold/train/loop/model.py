@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fourfold import untrusted_input
-from fourfold.config.schema import EngineSection, LoraSection, ModelSection
+from fourfold.config.schema import EngineSection, ExpertsSection, LoraSection, ModelSection
 from fourfold.hf.packed_attention import use_packed_attention
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.lora import ALL_LINEAR, Lora
@@ -30,6 +30,7 @@ def build_model(
     seed: int,
     length: int,
     lora: LoraSection | None = None,
+    experts: ExpertsSection | None = None,
 ) -> tuple[nn.Module, Report]:
     """Build on the meta device; each rank initialises or reads only its own shards.
 
@@ -47,8 +48,10 @@ def build_model(
     with torch.device("meta"):
         # Master weights are fp32, also if config.json says that the weights are stored in a smaller dtype.
         module: nn.Module = AutoModelForCausalLM.from_config(model_config(model), dtype=torch.float32)
+    # Routers in compiled blocks cannot be read.
+    compile = False if experts is not None and experts.reads_routers else engine.compile
     attention = use_packed_attention(
-        module, engine.attention, grid.target, engine.precision, is_compiled=bool(engine.compile)
+        module, engine.attention, grid.target, engine.precision, is_compiled=bool(compile)
     )
     report = parallelize(
         module,
@@ -59,7 +62,7 @@ def build_model(
         checkpointed_blocks=engine.checkpointed_blocks,
         accumulation=engine.accumulation,  # type: ignore[arg-type]
         weights=engine.weights,
-        compile=engine.compile,
+        compile=compile,
         activation_offloading=engine.activation_offloading,
         float8=engine.float8,
         lora=adapters_of(lora) if lora is not None else None,

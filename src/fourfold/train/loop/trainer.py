@@ -34,6 +34,7 @@ from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
 from fourfold.parallel.dropout import seed_ranks
 from fourfold.parallel.loss.cross_entropy import count_labels
+from fourfold.train.loop.experts import ExpertTraining
 from fourfold.train.loop.model import build_model
 from fourfold.train.loop.optimizers import build_optimizer, learning_rate_factor, update
 from fourfold.train.loop.packing import check_documents_stay_apart
@@ -56,6 +57,7 @@ class StepResult:
     clock: Clock
     start: Any  # marks of that clock
     end: Any
+    aux_loss: Tensor | None = None  # of routers, before its coefficient; it is not in the loss
     metrics: dict[str, float] = field(default_factory=dict)  # what callbacks add for the callbacks after them
 
     @property
@@ -118,8 +120,9 @@ class Trainer:
         self.mixture = open_data(run, "train")
         self.loader = Loader(self.mixture, grid, run.sequences, prefetch_batches=run.data.prefetch_batches)
         self.model, self.report = build_model(
-            run.model, run.engine, grid, run.seed, run.data.sequence_length, run.lora
+            run.model, run.engine, grid, run.seed, run.data.sequence_length, run.lora, run.experts
         )
+        self.experts = ExpertTraining(run.experts, self.model, self.report)
         check_documents_stay_apart(
             self.model,
             grid,
@@ -271,7 +274,7 @@ class Trainer:
             for callback in self.callbacks:
                 around.enter_context(callback.around_step(self))
             self.activity = "forward and backward"
-            loss = self._forward_and_backward(batch)
+            loss, aux_loss = self._forward_and_backward(batch)
             if not self.replicas.sum_gradients(loss):
                 self.optimizer.zero_grad()
                 return None
@@ -282,27 +285,35 @@ class Trainer:
             if max_norm is not None or self.run.reliability.skip_bad_steps:
                 norm = clip_grad_norm_(self.model.parameters(), max_norm or math.inf, self.grid)
             self.activity = "the optimizer"
-            flags = [callback.should_skip(self, loss, norm) for callback in self.callbacks]
-            update(self.optimizer, [flag for flag in flags if flag is not None])
+            opinions = [callback.should_skip(self, loss, norm) for callback in self.callbacks]
+            flags = [flag for flag in opinions if flag is not None]
+            update(self.optimizer, flags)
+            self.experts.update_bias(flags)
             self.optimizer.zero_grad()
         self.training.step += 1
         self.training.data["samples"] = batch.next_sample
         end = self._clock.mark()
         tokens, metrics = self.run.batch.tokens, self.replicas.metrics()
-        return StepResult(self.step, loss, norm, lr, tokens, self._clock, start, end, metrics)
+        return StepResult(self.step, loss, norm, lr, tokens, self._clock, start, end, aux_loss, metrics)
 
-    def _forward_and_backward(self, batch: Batch) -> Tensor:
-        """The mean loss over the global batch; gradients of all micro-batches are reduced with the last."""
+    def _forward_and_backward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The mean loss over the global batch, and the auxiliary one; gradients of all micro-batches are reduced with the last."""
         counted, parts = self.split(batch)
         counted = self.replicas.sum(counted).clamp(min=1)
         total = torch.zeros((), device=self.grid.device)
+        total_aux = torch.zeros_like(total) if self.experts.has_aux_loss else None
+        self.experts.start_step(len(parts))
         for i, part in enumerate(parts):
             is_last = i == len(parts) - 1
             with nullcontext() if is_last else no_sync(self.model):
-                loss = self.model(**part, num_items_in_batch=counted).loss
-                loss.backward()
-            total += loss.detach()
-        return total
+                with self.experts.counting():
+                    output = self.model(**{**part, **self.experts.inputs}, num_items_in_batch=counted)
+                output.loss.backward()
+            loss, aux = self.experts.losses(output)
+            total += loss
+            if total_aux is not None and aux is not None:
+                total_aux += aux
+        return total, total_aux
 
     def split(self, batch: Batch) -> tuple[Tensor, list[dict[str, Any]]]:
         """(the number of labels in the global batch, this rank's inputs in micro-batches on its device)."""
@@ -316,7 +327,9 @@ class Trainer:
         counted = count_labels(inputs["labels"], self.grid, shift=True, at_least=0)
         parts = zip(*(given.split(rows) for given in inputs.values()), strict=True)
         return counted, [
-            dict(zip(inputs, part, strict=True)) | packed_inputs(own, device)
+            dict(zip(inputs, part, strict=True))
+            | packed_inputs(own, device)
+            | self.experts.inputs_of_evaluation
             for part, own in zip(parts, positions, strict=True)
         ]
 

@@ -26,6 +26,8 @@ def step_metrics(result: StepResult) -> dict[str, float]:
     }
     if result.gradient_norm is not None:
         metrics["gradient_norm"] = float(result.gradient_norm)
+    if result.aux_loss is not None:
+        metrics["aux_loss"] = float(result.aux_loss)
     return metrics | result.metrics
 
 
@@ -127,6 +129,7 @@ class TensorBoard(MetricsLogger):
 _NO_CURVES = ("step", "steps", "time")
 _GROUPS = {
     "loss": "train",
+    "aux_loss": "train",
     "gradient_norm": "train",
     "learning_rate": "train",
     "tokens": "train",
@@ -145,8 +148,12 @@ def with_groups(metrics: dict[str, float]) -> dict[str, float]:
         >>> with_groups({"step": 3, "loss": 2.5, "exposed_x_s": 0.1})
         {'train/loss': 2.5, 'time/exposed_x_s': 0.1}
     """
-    groups = {name: _GROUPS.get(name, "time" if name.endswith("_s") else "other") for name in metrics}
+    groups = {name: _GROUPS.get(name, _group(name)) for name in metrics}
     return {f"{groups[name]}/{name}": value for name, value in metrics.items() if name not in _NO_CURVES}
+
+
+def _group(name: str) -> str:
+    return "time" if name.endswith("_s") else "experts" if name.startswith("expert_") else "other"
 
 
 def _parse(line: bytes) -> dict[str, float] | None:

@@ -113,6 +113,21 @@ def _small(metrics: Metrics) -> list[str]:
         if points:
             chart = curves([Curve(heading.lower(), colour, points)], form, from_zero=True)
             out.append(f"<div><h2>{heading}</h2>{drawn(name, chart)}</div>")
+    return out + _experts(metrics)
+
+
+def _experts(metrics: Metrics) -> list[str]:
+    out = []
+    if points := _points(metrics, "aux_loss"):
+        chart = curves([Curve("auxiliary loss", _ORANGE, points)], ".4~g")
+        out.append(f"<div><h2>Auxiliary loss of routers</h2>{drawn('aux_loss', chart)}</div>")
+    loads = [
+        Curve("the worst layer", _ORANGE, _points(metrics, "expert_load")),
+        Curve("mean of the layers", _BLUE, _points(metrics, "expert_load_mean")),
+    ]
+    if loads[0].points:
+        chart = curves(loads, ".3~g", from_zero=True)
+        out.append(f"<div><h2>Load of experts: largest / mean</h2>{drawn('expert_load', chart)}</div>")
     return out
 
 
