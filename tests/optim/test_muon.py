@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import fourfold as ff
 from benchmarks.ranks import RankPool
+from benchmarks.tiny_models import find_family, tiny_model
 from fourfold import Grid, Report
 from fourfold.checkpoint import Checkpoints, TrainState
 from fourfold.config.schema import OptimizerSection
@@ -22,7 +23,7 @@ Shape = tuple[int, int, int, int]
 SECTION = OptimizerSection(name="muon", lr=1e-2, eps=1e-3, momentum=0.9, weight_decay=0.3)
 RATES = (1e-2, 3e-2, 2e-2)  # as a schedule sets them from outside
 # 18 rows on each of two ranks, which over z=4 are 5, 5, 5 and 3.
-UNEVEN = {"llama": {"intermediate_size": 36}, "gpt2": {"n_inner": 36}, "qwen2": {}}
+UNEVEN = {"llama": {"intermediate_size": 36}, "gpt2": {"n_inner": 36}, "qwen2": {}, "qwen3_moe": {}}
 
 
 class Stock:
@@ -117,6 +118,7 @@ GRIDS: list[Any] = [
     pytest.param((1, 4, 1, 2), "gpt2", "streamed", marks=pytest.mark.nightly),
     pytest.param((2, 1, 2, 2), "qwen2", "streamed", marks=pytest.mark.nightly),
     ((1, 1, 1, 1), "gpt2", "streamed"),
+    ((1, 2, 1, 2), "qwen3_moe", "streamed"),  # Muon for attention and routers, AdamW for experts
 ]
 
 
@@ -276,6 +278,23 @@ def test_momentum_is_restored_on_another_grid(pool: RankPool, tmp_path: Path) ->
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def give_experts_to_muon() -> None:
+    model = tiny_model(find_family("gpt_oss"))
+    report = ff.parallelize(model, Grid.create((1, 1, 1, 1)))
+    matrices, others = ({id(p) for p in parameters} for parameters in split_matrices(model))
+    experts = {name: p for name, p in model.named_parameters() if ".experts." in name}
+    assert len(experts) >= 4  # weights and biases
+    assert not matrices & {id(p) for p in experts.values()}
+    assert others >= {id(p) for p in experts.values()}
+    name = next(name for name in experts if name.endswith("down_proj"))
+    with pytest.raises(ValueError, match=r"experts\.down_proj has shape \(\d+, \d+, \d+\).*AdamW"):
+        ShardedMuon([{"params": [experts[name]], "muon": True}], model, report)
+
+
+def test_experts_are_not_for_muon(pool: RankPool) -> None:
+    pool.run(give_experts_to_muon, 1)
 
 
 def refuse() -> None:

@@ -28,6 +28,7 @@ from torch.optim._muon import (
 )
 
 from fourfold.hf.anatomy import find_blocks
+from fourfold.hf.experts import is_experts
 from fourfold.hf.parameter_layout import ParameterLayout
 from fourfold.optim.redistribute import MatrixRedistribute
 from fourfold.optim.sharded_optimizer import sharded_optimizer
@@ -162,12 +163,16 @@ def orthogonalise(full: Tensor) -> Tensor:
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices of the blocks except embeddings, for Muon; all other trained parameters); the same on every grid."""
+    """(matrices of the blocks except embeddings, for Muon; all other trained parameters); the same on every grid.
+
+    Experts are among the others: their matrices are one tensor of three dims, which `torch.optim.Muon` does not take, and a
+    bias of them has two dims and is no matrix.
+    """
     inside = {
         parameter
         for block in find_blocks(model)
         for module in block.modules()
-        if not isinstance(module, nn.Embedding | Embedding4D)
+        if not isinstance(module, nn.Embedding | Embedding4D) and not is_experts(module)
         for parameter in module._parameters.values()
         if parameter is not None and parameter.ndim == 2
     }
