@@ -136,6 +136,20 @@ def test_other_grids(pool: RankPool, name: str, shape: Shape, activations: str) 
     verify(pool, name, shape, activations)
 
 
+# The others that have the loss, without those whose tiny model has no router logits for two ranks alike.
+OTHERS = (
+    "deepseek_v4", "ernie4_5_moe", "ernie4_5_vl_moe", "flex_olmo", "flint", "glm4v_moe", "glm5_next", "granitemoe",
+    "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "laguna", "mellum", "minimax", "minimax_m2",
+    "minimax_m3_vl", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_vl_moe", "qwen4_exp",
+)  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(pool: RankPool, name: str) -> None:
+    verify(pool, name, (1, 2, 1, 1))
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "given"),
     [

@@ -126,7 +126,7 @@ FIELDS: dict[str, Field] = {
     "activation_offloading": Field("translated", "parallelize(activation_offloading=True)"),
     "loss_type": _refused('it is computed from a part of the vocabulary; use "nll"', "nll", "chunked_nll"),
     "router_aux_loss_coef": _refused(
-        "it would be the loss of a part of the batch; use 0 or leave it out", None, 0
+        "TRL adds a part of it in each micro-batch; use 0, also for a model whose config has one", None, 0
     ),
 }
 # trl.DPOConfig, where it has other fields than SFTConfig, or means something else by them.
@@ -140,7 +140,7 @@ DPO_FIELDS: dict[str, Field] = {
         "with data * z > 1 without sft, aot and aot_unpaired, which are not a mean over pairs: ranks have different pairs",
     ),
     "router_aux_loss_coef": _refused(
-        "it would be the loss of a part of the batch; use 0, also for a model whose config has one", None, 0
+        "TRL adds a part of it in each micro-batch; use 0, also for a model whose config has one", None, 0
     ),
     "padding_free": _refused("TRL does not do it, and pads; leave it out", False),
     "precompute_ref_log_probs": _refused(

@@ -46,6 +46,7 @@ class GridTrainer:
     optimizer: Any
     lr_scheduler: Any
     state: Any
+    router_aux_loss_coef: float  # of TRL's
 
     def __init__(
         self,
@@ -87,6 +88,11 @@ class GridTrainer:
         if lora is not None:
             self._options["lora"] = lora
         super().__init__(model=model, args=args, **options)  # type: ignore[call-arg]
+        if getattr(self, "aux_loss_enabled", False):  # by TRL, also because of the model's configuration
+            raise UnsupportedError(
+                f"router_aux_loss_coef={self.router_aux_loss_coef:g}: TRL adds a part of the auxiliary loss of routers in each micro-batch, which "
+                "is not supported on a grid; use router_aux_loss_coef=0, transformers.Trainer, or `fourfold train`"
+            )
         self.add_callback(_Seeds(self.grid))  # type: ignore[attr-defined]
 
     # -- set up ---------------------------------------------------------------------------------------------------------

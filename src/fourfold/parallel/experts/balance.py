@@ -82,12 +82,12 @@ class BalanceLoss:
                     f"{self.name} has compiled blocks, of which the logits of routers cannot be read for the auxiliary loss; use "
                     "compile=False, or output_router_logits=False"
                 )
-            self._mine.asked, self._mine.sums = True, None
+            self._mine.asked, self._mine.mask, self._mine.sums = True, given.get("attention_mask"), None
             try:
                 output = inner(**{**given, _ASKED: False})
                 sums = self._mine.sums
             finally:
-                self._mine.asked, self._mine.sums = False, None
+                self._mine.asked, self._mine.mask, self._mine.sums = False, None, None
             if not isinstance(output, ModelOutput):
                 raise UnsupportedError(
                     f"{self.name} returned a tuple, to which the auxiliary loss cannot be added; use return_dict=True"
@@ -103,14 +103,14 @@ class BalanceLoss:
         )
         base = self._model.base_model
         base.register_forward_pre_hook(self._ask, with_kwargs=True)
-        base.register_forward_hook(self._read, with_kwargs=True)
+        base.register_forward_hook(self._read)
 
     def _ask(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return (args, {**kwargs, _ASKED: True}) if getattr(self._mine, "asked", False) else None
 
-    def _read(self, _: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _read(self, _: nn.Module, args: Any, output: Any) -> None:
         if getattr(self._mine, "asked", False) and (logits := getattr(output, "router_logits", None)):
-            self._mine.sums = self._sums(logits, kwargs.get("attention_mask"))
+            self._mine.sums = self._sums(logits, self._mine.mask)
 
     def _sums(self, logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
         """C, Q and R of this rank's tokens, [1, 2E+1]; the operations are those of transformers."""

@@ -102,6 +102,8 @@ class Column:
 
 COLUMNS = (
     Column("loss", "loss", "{loss:7.4f}"),
+    Column("aux", "aux_loss", "{aux_loss:7.4f}", drop_order=5),
+    Column("load", "expert_load", "{expert_load:5.2f}", drop_order=5),
     Column("lr", "learning_rate", "{learning_rate:.3e}", drop_order=5),
     Column("norm", "gradient_norm", "{gradient_norm:8.4f}", drop_order=4),
     Column("tokens/s", "tokens_per_s", "{tokens_per_s:9,.0f}"),

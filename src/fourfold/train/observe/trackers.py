@@ -29,6 +29,8 @@ _GAUGES = (
     ("fourfold_validation_loss", "Loss on text that is not trained on.", "validation_loss"),
     ("fourfold_learning_rate", "Learning rate of the last step.", "learning_rate"),
     ("fourfold_gradient_norm", "Norm of the gradients before clipping.", "gradient_norm"),
+    ("fourfold_aux_loss", "Auxiliary loss of routers.", "aux_loss"),
+    ("fourfold_expert_load_ratio", "Tokens of the fullest expert relative to the mean.", "expert_load"),
     ("fourfold_step_seconds", "Seconds of a step.", "seconds"),
     ("fourfold_tokens_per_second", "Tokens per second, over all ranks.", "tokens_per_s"),
     ("fourfold_tokens", "Tokens trained on.", "tokens"),
