@@ -77,6 +77,14 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
         Qwen3MoeConfig,
         LLAMA_LIKE | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
     ),
+    # With the auxiliary loss of routers.
+    "balanced qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        LLAMA_LIKE
+        | {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"output_router_logits": True, "router_aux_loss_coef": 0.3},
+    ),
     # Whose routers have a correction bias; the first layer is dense.
     "glm4_moe": (
         Glm4MoeForCausalLM,

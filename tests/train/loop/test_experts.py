@@ -169,22 +169,28 @@ def test_a_model_without_a_bias_is_refused(pool: RankPool, tmp_path: Path) -> No
 
 # -- for longer -------------------------------------------------------------------------------------------------------
 
+FIFTY: dict[str, dict[str, Any]] = {
+    "experts": {"aux_loss_coef": COEFFICIENT},
+    "optimizer": {"lr": 1e-3},
+    "schedule": {"steps": 50, "warmup_steps": 5},
+    "checkpoints": {"every_steps": 50},
+}
+
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(1, 2, 1, 2), (2, 1, 1, 1), (1, 2, 2, 1)])
 def test_fifty_steps(pool: RankPool, tmp_path: Path, shape: Shape) -> None:
-    values = write_run(tmp_path, "qwen3_moe") | {"schedule": {"steps": 50, "warmup_steps": 5}}
-    run = on(values, shape, experts={"aux_loss_coef": COEFFICIENT}, optimizer={"lr": 1e-3})
+    run = on(write_run(tmp_path, "qwen3_moe"), shape, **FIFTY)
     for found in pool.run(train_with_aux, run.grid.size, run):
         close(found, stock_with_aux(run))
 
 
 @pytest.mark.nightly
 def test_fifty_steps_that_go_on_on_another_grid(pool: RankPool, tmp_path: Path) -> None:
-    values = write_run(tmp_path, "qwen3_moe") | {"schedule": {"steps": 50, "warmup_steps": 5}}
+    values = write_run(tmp_path, "qwen3_moe")
     found: dict[int, tuple[float, float]] = {}
     for shape, stop_at in (((1, 2, 1, 2), 20), ((2, 1, 1, 2), None)):
-        run = on(values, shape, experts={"aux_loss_coef": COEFFICIENT}, optimizer={"lr": 1e-3})
+        run = on(values, shape, **FIFTY)
         own, *_ = pool.run(train_with_aux, 4, run, stop_at=stop_at, saves=True)
         assert not found.keys() & own.keys()
         found |= own
