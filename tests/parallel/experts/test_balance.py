@@ -136,7 +136,7 @@ def test_other_grids(pool: RankPool, name: str, shape: Shape, activations: str) 
     verify(pool, name, shape, activations)
 
 
-# The others that have the loss, without those whose tiny model has no router logits for two ranks alike.
+# The others that have this loss.
 OTHERS = (
     "deepseek_v4", "ernie4_5_moe", "ernie4_5_vl_moe", "flex_olmo", "flint", "glm4v_moe", "glm5_next", "granitemoe",
     "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "laguna", "mellum", "minimax", "minimax_m2",
