@@ -79,6 +79,12 @@ class StreamedWeights:
         self._in_forward = self._in_backward = False
         # Modules whose forward is running.
         self._entered: Counter[nn.Module] = Counter()
+        # Gradients that are complete, of linears that one product may multiply, or of a compiled block: autograd has no order among those of
+        # one product, and ranks may differ.
+        self._set_of = {w: self._set(w, is_compiled) for w in self._weights}
+        self._index = {w: i for i, w in enumerate(self._weights)}
+        self._expected: Counter[tuple[int, str]] = Counter()
+        self._arrived: list[StreamedWeight] = []
         # Gradients in flight: summed over x and y, then reduce-scattered over z, then all-reduced over data.
         self._is_last = True  # of the micro-batches
         self._accumulation = accumulation
@@ -94,7 +100,7 @@ class StreamedWeights:
         self._limit_bytes = 2 * largest_block_bytes(self._weights) if limit_bytes is None else limit_bytes
 
         for weight in self._weights:
-            weight.on_gradient = self._take_gradient
+            weight.on_gradient = self._arrive
         for module in model.modules():
             set_backend(module, self)
         for unit, held in self._in_unit.items():
@@ -303,13 +309,35 @@ class StreamedWeights:
     def _enter_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
+            self._expected = Counter(self._set_of[w] for w in self._weights if w.parameter.requires_grad)
             self._position = max(self._position, self._forward_length)
             # There is no public call that runs a function at the end of backward (seen in torch 2.13.0).
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
-    def _take_gradient(self, weight: StreamedWeight) -> None:
-        """Start to reduce the gradient of a weight, which is complete."""
+    @staticmethod
+    def _set(weight: StreamedWeight, is_compiled: bool) -> tuple[int, str]:
+        """Its block and, unless that is one node of the graph, the name of what holds its module."""
+        in_graph = is_compiled and weight.block_index >= 0
+        return weight.block_index, "" if in_graph else weight.name.rpartition(".")[0].rpartition(".")[0]
+
+    def _arrive(self, weight: StreamedWeight) -> None:
+        """The gradient of a weight is complete."""
         self._enter_backward()
+        together = self._set_of[weight]
+        if self._arrived and self._set_of[self._arrived[-1]] != together:
+            self._take_arrived()
+        self._arrived.append(weight)
+        if len(self._arrived) == self._expected[together]:
+            self._take_arrived()
+
+    def _take_arrived(self) -> None:
+        """Reduce what has arrived in an order that is the same on every rank."""
+        arrived, self._arrived = self._arrived, []
+        for weight in sorted(arrived, key=self._index.__getitem__, reverse=True):
+            self._take_gradient(weight)
+
+    def _take_gradient(self, weight: StreamedWeight) -> None:
+        """Start to reduce the gradient of a weight."""
         gradient = weight.pop_gradient(keep=not self._is_last and self._accumulation == "whole")
         if not weight.is_small and not weight.is_alias:
             weight.release()
@@ -395,6 +423,7 @@ class StreamedWeights:
         self._reducing.append(item)
 
     def _after_backward(self) -> None:
+        self._take_arrived()
         self._scatter_sums()
         small = [item for item in self._reducing if item.weight.is_small]
         self._reducing = [item for item in self._reducing if not item.weight.is_small]
@@ -453,6 +482,7 @@ class StreamedWeights:
         self._summing.clear()
         self._scattering.clear()
         self._reducing.clear()
+        self._arrived.clear()
         self._complete.clear()
         self._in_backward = self._in_forward = False
         self._position, self._last_block, self._backward_block = 0, -2, -2
