@@ -103,13 +103,15 @@ def late_collectives() -> Iterator[Seen]:
             in_place=tensor if shares else None,
         )
 
-    def all_to_all(output: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_to_all(
+        output: Tensor, tensor: Tensor, *sizes: Any, group: Any = None, async_op: bool = False
+    ) -> Any:
         if not async_op:
-            return real["all_to_all_single"](output, tensor, group=group)
+            return real["all_to_all_single"](output, tensor, *sizes, group=group)
         return _Late(
             seen,
             "all_to_all",
-            lambda: real["all_to_all_single"](output.data, tensor.data, group=group),
+            lambda: real["all_to_all_single"](output.data, tensor.data, *sizes, group=group),
             [tensor],
             output,
         )

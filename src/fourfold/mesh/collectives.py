@@ -6,7 +6,8 @@ Collectives of a step are called here and in `weights/fsdp2.py` (FSDP2's own, wh
     all-reduce      2 (G-1)/G x payload        payload: the tensor
     all-gather        (G-1)/G x payload        payload: the gathered result
     reduce-scatter    (G-1)/G x payload        payload: the tensor before it is scattered
-    all-to-all        (G-1)/G x payload        payload: the tensor that a rank sends, its own part included
+    all-to-all        (G-1)/G x payload        payload: the tensor that a rank sends, its own part included;
+                                               with sizes it sends all of it but its own part
 
 Nobody observes a step unless asked to: then a collective costs its call and its wait, without a record, a clock read or a
 CUDA event.
@@ -40,6 +41,9 @@ Purpose = Literal[
     "regather",  # inputs of linears, gathered a second time for backward
     "routing",  # of tokens to experts: choices, their weights and the gradients of these
     "balance",  # of experts: how many tokens chose each, and how probable it was
+    "counts",  # of the rows that ranks have for each other's experts
+    "dispatch",  # rows to the ranks that own their experts, and the gradients of these rows
+    "combine",  # what experts made of rows, back to the ranks that these are from, and its gradients
     "shared",  # gradients of key/value heads that several y ranks use
     "weight",
     "gradient",
@@ -67,20 +71,27 @@ class Entry:
     ranks: int
     calls: int = 0
     payload_bytes: int = 0
+    # Of all-to-alls with sizes: the part of the payload that stayed on this rank.
+    kept_bytes: int | None = None
     # Seconds that this rank's work waited for it.
     exposed_s: float = field(default=0.0, compare=False)
 
     @property
     def bytes_sent(self) -> float:
         """Bytes that this rank sent, as a ring sends them."""
+        if self.kept_bytes is not None:
+            return self.payload_bytes - self.kept_bytes
         passes = 2 if self.kind == "all_reduce" else 1
         return passes * (self.ranks - 1) * self.payload_bytes / self.ranks
 
     def __add__(self, more: Entry) -> Entry:
+        # A purpose is that of collectives with sizes, or of others.
+        has_sizes = self.kept_bytes is not None or more.kept_bytes is not None
         return replace(
             self,
             calls=self.calls + more.calls,
             payload_bytes=self.payload_bytes + more.payload_bytes,
+            kept_bytes=(self.kept_bytes or 0) + (more.kept_bytes or 0) if has_sizes else None,
             exposed_s=self.exposed_s + more.exposed_s,
         )
 
@@ -95,6 +106,8 @@ class InFlightCollective:
     module: str
     payload_bytes: int
     issued_ns: int
+    # Of an all-to-all with sizes: the part of the payload that stays on this rank.
+    kept_bytes: int | None = None
     # When it was complete. On CUDA the host does not learn that: the profiler shows the kernel.
     done_ns: int | None = None
     waits_ns: list[tuple[int, int]] = field(default_factory=list)
@@ -238,13 +251,16 @@ class Collectives:
         *tensors: Tensor,
         module: str = "",
         issued_ns: int | None = None,
+        kept_bytes: int | None = None,
     ) -> InFlightCollective | None:
         """Tell the observers, if there are any, of a collective that was started."""
         if not self.observers:
             return None
         payload_bytes = payload.numel() * payload.element_size()
         issued_ns = time.time_ns() if issued_ns is None else issued_ns
-        flight = InFlightCollective(axis, kind, purpose, module, payload_bytes, issued_ns, work=work)
+        flight = InFlightCollective(
+            axis, kind, purpose, module, payload_bytes, issued_ns, kept_bytes, work=work
+        )
         for observer in self.observers:
             observer.started(flight, *tensors)
         return flight
@@ -284,13 +300,24 @@ class Collectives:
         call: Callable[[dist.ProcessGroup], Any],
         tensors: tuple[Tensor, ...],
         finish: Callable[[], None] | None = None,
+        kept_bytes: int | None = None,
     ) -> Pending:
         axis, kind, purpose, module = what
         issued_ns = time.time_ns() if self.observers else None
         work = cast(dist.Work, call(self._groups[axis]))
         if issued_ns is None:
             return Pending(work, tensors, finish)
-        flight = self.report(axis, kind, purpose, payload, work, *tensors, module=module, issued_ns=issued_ns)
+        flight = self.report(
+            axis,
+            kind,
+            purpose,
+            payload,
+            work,
+            *tensors,
+            module=module,
+            issued_ns=issued_ns,
+            kept_bytes=kept_bytes,
+        )
         assert flight is not None
         return Pending(work, tensors, finish, lambda _: self._wait_observed(work, flight))
 
@@ -365,6 +392,31 @@ class Collectives:
 
         return self._start((axis, "all_to_all", purpose, module), tensor, call, (output, tensor))
 
+    def all_to_all_rows(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        axis: Axis,
+        purpose: Purpose,
+        *,
+        module: str = "",
+    ) -> Pending:
+        """As `all_to_all`, with ``sent[i]`` rows for rank i and ``received[i]`` rows from it; rank i has to know the same numbers."""
+        if self._sizes[axis] == 1:
+            return copied(output, tensor)
+
+        def call(group: dist.ProcessGroup) -> Any:
+            return dist.all_to_all_single(
+                output, tensor, list(received), list(sent), group=group, async_op=True
+            )
+
+        row_bytes = tensor[:1].numel() * tensor.element_size() if len(tensor) else 0
+        kept_bytes = sent[self._groups[axis].rank()] * row_bytes
+        what: tuple[Axis, Kind, Purpose, str] = (axis, "all_to_all", purpose, module)
+        return self._start(what, tensor, call, (output, tensor), kept_bytes=kept_bytes)
+
 
 def copied(output: Tensor, tensor: Tensor) -> Pending:
     """A gather or a scatter on an axis of one rank."""
@@ -381,7 +433,7 @@ class _Counter(Observer):
         self._unread: list[tuple[InFlightCollective, Any, Any]] = []
 
     def started(self, flight: InFlightCollective, *tensors: Tensor) -> None:
-        self._add(flight, calls=1, payload_bytes=flight.payload_bytes)
+        self._add(flight, calls=1, payload_bytes=flight.payload_bytes, kept_bytes=flight.kept_bytes)
 
     def add_wait(self, flight: InFlightCollective, start: Any, end: Any) -> None:
         self._unread.append((flight, start, end))

@@ -1,0 +1,111 @@
+"""Rows that ranks of an axis send each other, as many as the data says: a differentiable all-to-all whose sizes are exchanged first.
+
+The sizes are the only values that the host waits for. A rank that gets no row has one of zeros instead, so that all ranks
+have the same graph, and so the same collectives in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fourfold.mesh.axes import Axis
+from fourfold.mesh.collectives import Collectives, Pending, Purpose
+from fourfold.mesh.kept import block_results
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """How many rows this rank sends to each rank of an axis, and gets from it."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+
+    def backwards(self) -> RowSizes:
+        return RowSizes(self.received, self.sent)
+
+
+@dataclass(frozen=True)
+class _RowExchange:
+    collectives: Collectives
+    axis: Axis
+    sizes: RowSizes
+    purpose: Purpose
+    name: str
+
+    def send(self, rows: Tensor, *, in_forward: bool) -> Tensor:
+        sent, received = self.sizes.sent, self.sizes.received
+        outgoing, count = rows[: sum(sent)].contiguous(), sum(received)
+        arrived = rows.new_zeros(1, *rows.shape[1:]) if count == 0 else rows.new_empty(count, *rows.shape[1:])
+        pending = self.collectives.all_to_all_rows(
+            arrived[:count], outgoing, sent, received, self.axis, self.purpose, module=self.name
+        )
+        _wait(self.collectives, pending, in_forward)
+        return arrived
+
+
+class _SendRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        results = block_results()
+        if results is not None and (known := results.known(rows.device)) is not None:
+            return known[0]
+        arrived = exchange.send(rows, in_forward=True)
+        if results is not None:
+            results.keep([arrived])
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        there: _RowExchange = ctx.exchange
+        back = _RowExchange(there.collectives, there.axis, there.sizes.backwards(), there.purpose, there.name)
+        return back.send(gradients[0], in_forward=False), None
+
+
+def exchange_counts(counts: Tensor, collectives: Collectives, axis: Axis, name: str = "") -> Tensor:
+    """``counts[i]`` is what this rank says to rank i; the result has what they say to this one."""
+    results = block_results()
+    if results is not None and (known := results.known(counts.device)) is not None:
+        return known[0]
+    told = torch.empty_like(counts)
+    pending = collectives.all_to_all(told, counts.contiguous(), axis, "counts", module=name)
+    _wait(collectives, pending, in_forward=True)
+    if results is not None:
+        results.keep([told])
+    return told
+
+
+def sizes_of(counts: Tensor, told: Tensor, collectives: Collectives, axis: Axis, total: int) -> RowSizes:
+    """How many rows go where: ``counts`` by rank of those that this one sends, ``total`` together, and those that it was ``told``.
+
+    A dry run has no values: there the rows are spread evenly over the ranks.
+    """
+    ranks, group = collectives.size(axis), collectives.group(axis)
+    if dist.get_backend(group) == "fake":
+        even = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+        return RowSizes(even, [even[group.rank()]] * ranks)
+    sent, received = torch.stack([counts.view(ranks, -1).sum(1), told.view(ranks, -1).sum(1)]).tolist()
+    return RowSizes(sent, received)
+
+
+def send_rows(
+    rows: Tensor, sizes: RowSizes, collectives: Collectives, axis: Axis, purpose: Purpose, name: str = ""
+) -> Tensor:
+    """The rows that the ranks of an axis send this one, in the order of the ranks; ``rows`` are in the order of theirs.
+
+    At least one, of zeros if none came, and of ``rows`` only those that ``sizes`` count are sent. In backward their gradients go back.
+    """
+    exchange = _RowExchange(collectives, axis, sizes, purpose, name)
+    return cast(Tensor, _SendRows.apply(rows, exchange))  # type: ignore[no-untyped-call]
+
+
+def _wait(collectives: Collectives, pending: Pending, in_forward: bool) -> None:
+    if in_forward and collectives.interleaving is not None:
+        collectives.interleaving.switch()
+    pending.wait()
