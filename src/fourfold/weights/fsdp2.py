@@ -7,8 +7,8 @@ summed, not averaged: the loss is divided by the tokens of the global batch alre
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -27,7 +27,7 @@ from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_backward
-from fourfold.weights.api import Accumulation, Place, Precision, holding, set_backend
+from fourfold.weights.api import Accumulation, Place, Precision, WeightBackend, holding, set_backend
 
 
 class Fsdp2Weights:
@@ -45,8 +45,14 @@ class Fsdp2Weights:
         head: nn.Module | None,
         keeps_head: bool,
         accumulation: Accumulation,
+        owners: Collection[nn.Module] = (),
+        owned: WeightBackend | None = None,
     ) -> None:
-        """``embedding`` and ``head``, where they are not tied, are groups of their own."""
+        """``embedding`` and ``head``, where they are not tied, are groups of their own.
+
+        The parameters of ``owners`` are shards that nobody gathers: ``owned`` has them.
+        """
+        self._owners, self._owned = set(owners), owned
         self._collectives = grid.collectives
         self._model = cast(FSDPModule, model)
         self._accumulation = accumulation
@@ -62,9 +68,14 @@ class Fsdp2Weights:
         policy = MixedPrecisionPolicy()
         if precision == "bf16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        apart = {p for module in owners for p in module._parameters.values() if p is not None}
         if grid.x * grid.y == 1:  # parameters are plain tensors, and FSDP2 is by itself
             shard = functools.partial(
-                fully_shard, mesh=grid.mesh["z"], shard_placement_fn=place, mp_policy=policy
+                fully_shard,
+                mesh=grid.mesh["z"],
+                shard_placement_fn=place,
+                mp_policy=policy,
+                ignored_params=apart,
             )
         else:
             shard = functools.partial(
@@ -73,6 +84,7 @@ class Fsdp2Weights:
                 shard_placement_fn=place,
                 dp_mesh_dims=DataParallelMeshDims(shard="z"),
                 mp_policy=policy,
+                ignored_params=apart,
             )
         for block in blocks:
             shard(block)
@@ -90,6 +102,9 @@ class Fsdp2Weights:
                 self._take_over_collectives(module)
 
     def read(self, module: nn.Module, key: str, axes: tuple[Axis, ...], by_sibling: bool) -> Tensor:
+        if module in self._owners:
+            assert self._owned is not None
+            return self._owned.read(module, key, axes, by_sibling)
         block = cast(Tensor, module._parameters[key])
         if not torch.compiler.is_compiling():  # otherwise `call_graph` has done it
             (block,) = local_tensors((block,))
@@ -113,7 +128,8 @@ class Fsdp2Weights:
         # Otherwise FSDP2 adds each micro-batch's shards to ``.grad``.
         self._model.set_requires_gradient_sync(self._accumulation == "sharded")
         try:
-            yield
+            with nullcontext() if self._owned is None else self._owned.no_sync():
+                yield
         finally:
             self._is_last = True
             self._model.set_requires_gradient_sync(True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -39,15 +39,33 @@ def shard_weights(
     keeps_head: bool = True,
     accumulation: Accumulation = "whole",
     is_compiled: bool = False,
+    owners: Collection[nn.Module] = (),
 ) -> None:
     """Shard every parameter over z.
 
     Master weights and the reduction of gradients are fp32 in either precision; in bf16 the gathered weights, and so
     the computation, are bf16. ``half_batches`` tells how many parts of a batch are in the model now; ``embedding`` and
-    ``head`` are those that are not tied. ``keeps_head``: backward reads the head's weight. ``is_compiled``: the blocks are.
+    ``head`` are those that are not tied. ``keeps_head``: backward reads the head's weight. ``is_compiled``: the blocks are. ``owners``: experts that
+    each z rank computes with those that it stores.
     """
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def stream(*, only_owned: bool) -> StreamedWeights:
+        return StreamedWeights(
+            model,
+            grid,
+            blocks,
+            dtype,
+            overlap,
+            half_batches,
+            accumulation,
+            is_compiled,
+            owners,
+            only_owned=only_owned,
+        )
+
     if weights == "streamed":
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        StreamedWeights(model, grid, blocks, dtype, overlap, half_batches, accumulation, is_compiled)
+        stream(only_owned=False)
     else:
-        Fsdp2Weights(model, grid, blocks, precision, embedding, head, keeps_head, accumulation)
+        owned = stream(only_owned=True) if owners else None
+        Fsdp2Weights(model, grid, blocks, precision, embedding, head, keeps_head, accumulation, owners, owned)

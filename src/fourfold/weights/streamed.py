@@ -20,7 +20,7 @@ order: a weight that was not prefetched is gathered when it is read.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fourfold.mesh.axes import Axis
-from fourfold.mesh.collectives import Pending
+from fourfold.mesh.collectives import Pending, copied
 from fourfold.mesh.grid import Grid
 from fourfold.weights.api import Accumulation, holding, set_backend
 from fourfold.weights.overlap import Overlap
@@ -51,11 +51,17 @@ class StreamedWeights:
         half_batches: Callable[[], int],
         accumulation: Accumulation = "whole",
         is_compiled: bool = False,
+        owners: Collection[nn.Module] = (),
+        *,
+        only_owned: bool = False,
     ) -> None:
+        """``owners``: modules whose shards are whole experts; ``only_owned``: another back end has all other weights."""
         self._grid, self._collectives = grid, grid.collectives
         self._overlap, self._half_batches = overlap, half_batches
         self._halves = 1  # parts of the batch in the last forward, and so in its backward
-        self._weights = shard_parameters(model, grid, blocks, dtype, overlap.bundle_bytes)
+        self._weights = shard_parameters(
+            model, grid, blocks, dtype, overlap.bundle_bytes, owners, only_owned=only_owned
+        )
         self._by_holder = {holder: w for w in self._weights for holder in w.holders}
         # The modules whose hooks gather and release weights: in the graph of a compiled block there are none.
         self._unit_of = {m: m for m in model.modules()}
@@ -101,7 +107,7 @@ class StreamedWeights:
 
         for weight in self._weights:
             weight.on_gradient = self._arrive
-        for module in model.modules():
+        for module in () if only_owned else model.modules():
             set_backend(module, self)
         for unit, held in self._in_unit.items():
             streamed = [
@@ -112,7 +118,7 @@ class StreamedWeights:
                 unit.register_forward_hook(self._after_unit(unit, streamed), always_call=True)
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward, always_call=True)
-        if dtype != torch.float32:
+        if dtype != torch.float32 and not only_owned:
             for module in (model, *blocks):
                 module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
 
@@ -252,7 +258,10 @@ class StreamedWeights:
     def _gather(self, weight: StreamedWeight) -> None:
         source = weight.gather_input()
         target = weight.allocate()
-        weight.pending = self._collectives.all_gather(target, source, "z", "weight", module=weight.name)
+        if weight.z == 1:
+            weight.pending = copied(target, source)
+        else:
+            weight.pending = self._collectives.all_gather(target, source, "z", "weight", module=weight.name)
 
     def _needed_soon(self, weight: StreamedWeight) -> bool:
         """Is this one of the next weights in use, so that it would be gathered again at once if it were released?"""
@@ -344,7 +353,7 @@ class StreamedWeights:
         if gradient is None:
             return
         gradient = weight.rows_first(gradient)
-        if self._grid.z == self._grid.data == 1 and not weight.sum_over:  # no other rank has a part
+        if weight.z == self._grid.data == 1 and not weight.sum_over:  # no other rank has a part
             self._complete.append((weight, gradient))
             return
         if weight.is_small:
@@ -381,7 +390,7 @@ class StreamedWeights:
 
     def _scatter(self, item: _Gradient) -> None:
         weight, collectives = item.weight, self._collectives
-        if self._grid.z > 1:
+        if weight.z > 1:
             full = weight.pad_rows(item.tensor)
             item.tensor = full.new_empty(full.shape[0] // self._grid.z, *full.shape[1:])
             item.pending = collectives.reduce_scatter(item.tensor, full, "z", "gradient", module=weight.name)

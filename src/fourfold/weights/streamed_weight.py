@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import torch
@@ -34,23 +34,26 @@ class StreamedWeight:
         grid: Grid,
         dtype: torch.dtype,
         bundle_bytes: int,
+        is_owned: bool = False,
     ) -> None:
+        """``is_owned``: the block is the shard, of which no other z rank computes with a part."""
         self.name, self.holders, self.block_index = name, holders, block_index
         # ``dim`` is sharded: the first in memory, so that shards are gathered into the block one after another. Its entries are the rows.
-        self._dim, self._z, self._dtype = dim, grid.z, dtype
+        self._dim, self._dtype = dim, dtype
+        self.z = 1 if is_owned else grid.z  # the ranks that have its shards
         self._shape = torch.Size((*block_shape[dim : dim + 1], *block_shape[:dim], *block_shape[dim + 1 :]))
         self._collectives = grid.collectives
         rows = self._shape[0] if block_shape else 1
         self.row_numel = math.prod(self._shape[1:])
-        self.padded_rows_per_rank = -(-rows // grid.z)
+        self.padded_rows_per_rank = -(-rows // self.z)
         element_bytes = torch.empty((), dtype=dtype).element_size()
         # Includes padding, if z does not divide the rows.
-        self.memory_bytes = self.padded_rows_per_rank * grid.z * self.row_numel * element_bytes
+        self.memory_bytes = self.padded_rows_per_rank * self.z * self.row_numel * element_bytes
         # Those share a buffer of one dtype, and a packed weight is bytes.
         is_bytes = dtype == torch.uint8
-        self.is_small = math.prod(block_shape) * element_bytes <= bundle_bytes and not is_bytes
+        self.is_small = math.prod(block_shape) * element_bytes <= bundle_bytes and not (is_bytes or is_owned)
         # Unsharded and in the dtype of the computation: the shard is the block.
-        self.is_alias = grid.z == 1 and dtype == stored
+        self.is_alias = self.z == 1 and dtype == stored
         # Called when the gradient of a backward is complete.
         self.on_gradient: Callable[[StreamedWeight], None]
         # The axes over which its gradient is summed, known when it is read: all that were given, and those with several ranks.
@@ -110,7 +113,7 @@ class StreamedWeight:
         return tensor.movedim(self._dim, 0) if self._dim else tensor
 
     def pad_rows(self, tensor: Tensor, rows: int | None = None) -> Tensor:
-        rows = self.padded_rows_per_rank * self._z if rows is None else rows
+        rows = self.padded_rows_per_rank * self.z if rows is None else rows
         tensor = tensor.contiguous()
         if tensor.shape[0] == rows:
             return tensor
@@ -120,7 +123,7 @@ class StreamedWeight:
 
     def allocate(self) -> Tensor:
         """Allocate the block; returns its memory as a flat tensor that autograd does not track."""
-        numel = self.padded_rows_per_rank * self._z * self.row_numel
+        numel = self.padded_rows_per_rank * self.z * self.row_numel
         if self._flat is None:
             with torch.inference_mode(False):  # these tensors are kept, and training uses them too
                 self._flat = torch.empty(numel, dtype=self._dtype, device=self.shard.device)
@@ -203,15 +206,25 @@ class StreamedWeight:
 
 
 def shard_parameters(
-    model: nn.Module, grid: Grid, blocks: Sequence[nn.Module], dtype: torch.dtype, bundle_bytes: int
+    model: nn.Module,
+    grid: Grid,
+    blocks: Sequence[nn.Module],
+    dtype: torch.dtype,
+    bundle_bytes: int,
+    owners: Collection[nn.Module] = (),
+    *,
+    only_owned: bool = False,
 ) -> list[StreamedWeight]:
-    """Shard every parameter over z, in place; a tied parameter is one weight with several holders."""
+    """Shard every parameter over z, in place, or those of ``owners`` alone; a tied parameter is one weight with several holders.
+
+    ``owners`` compute with their shards.
+    """
     block_of = {module: i for i, block in enumerate(blocks) for module in block.modules()}
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and (module in owners or not only_owned):
                 holders.setdefault(parameter, []).append((module, key))
                 names.setdefault(parameter, f"{name}.{key}" if name else key)
     weights = []
@@ -228,9 +241,11 @@ def shard_parameters(
             module._parameters[key] = sharded
         index = block_of.get(held_by[0][0], -1)
         used = dtype if block.is_floating_point() else block.dtype
+        is_owned = held_by[0][0] in owners
+        shape = cast(DTensor, sharded)._local_tensor.shape if is_owned else block.shape
         weights.append(
             StreamedWeight(
-                names[parameter], held_by, index, block.shape, dim, block.dtype, grid, used, bundle_bytes
+                names[parameter], held_by, index, shape, dim, block.dtype, grid, used, bundle_bytes, is_owned
             )
         )
     return weights
