@@ -17,15 +17,19 @@ or stays; the row says so.
     python -m benchmarks.families
     python -m benchmarks.families --only llama gpt2
     python -m benchmarks.families --compile
+    python -m benchmarks.families --experts z
 
 With --compile everything is on: blocks compiled, each as one graph (by aot_eager, without code generation), selective recomputation, and two
 micro-batches whose gradients are accumulated in shards. A break of a graph, or one that is made after the second step, is a defect. A
 family whose blocks cannot be compiled is refused, with the reason.
+
+With --experts z, ranks of z own experts and tokens are sent to them: families whose plan has experts, on three grids.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from contextlib import nullcontext
@@ -55,6 +59,9 @@ EVERYTHING: dict[str, Any] = {
     "activation_checkpointing": "selective",
     "accumulation": "sharded",
 }
+# Experts that z ranks own.
+OWNED: dict[str, Any] = {"experts": ("z",)}
+OWNED_GRIDS = ((1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 2))
 WITHOUT_LOSS = ("diffusion_gemma", "embedding_gemma2", "muse_glimmer_assistant")
 LOSS_BAR = 1e-5
 GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
@@ -109,7 +116,7 @@ def check_rank(
 
     model = tiny_model(family)
     grid = Grid.create(shape, timeout_s=60)
-    parts = _own_parts(batch, grid, 2 if options else 1)
+    parts = _own_parts(batch, grid, 1 if not options or options == OWNED else 2)
     graphs = _Graphs()
     try:
         # So small a bundle that matrices have collectives of their own.
@@ -151,7 +158,7 @@ def check_rank(
                 worst, where = error, parameter_name
     if not loss_error <= LOSS_BAR:
         return Outcome("failed", f"loss {loss.item():.7g} instead of {expected.item():.7g}", worst)
-    details = [f" {graphs.count} graphs"] if options else []
+    details = [f" {graphs.count} graphs"] if options and options != OWNED else []
     if not worst <= GRADIENT_BAR:
         hf_name = report.layouts[where].hf_name
         rounding = _rounding(family, hf_name, gradients[hf_name])
@@ -249,19 +256,29 @@ def check(
 ) -> Outcome:
     """The outcome of a family over all grids and ranks: the worst of them."""
     worst = Outcome("verified")
-    for shape in GRIDS[:1] if options else GRIDS:  # to compile takes long
+    for shape in _grids(activations, options):
         try:
-            outcomes = pool.run(check_rank, RANKS, family.name, shape, activations, options, timeout_s=600)
+            outcomes = pool.run(
+                check_rank, math.prod(shape), family.name, shape, activations, options, timeout_s=600
+            )
         except RankError as error:
             return Outcome("failed", f"{shape}: {_last_line(error)}")
         for status in ("failed", "missing", "refused"):
             found = next((o for o in outcomes if o.status == status), None)
             if found is not None:
+                if options == OWNED and worst.gradient:
+                    return replace(found, detail=f"{found.detail} [{OWNED_GRIDS[:2]}: exact]")
                 if status != "refused" or activations != "replicated" or options:
                     return found
                 return _beside(pool, family, found)
         worst = max([worst, *outcomes], key=lambda o: o.gradient)
     return worst
+
+
+def _grids(activations: Activations, options: dict[str, Any] | None) -> tuple[tuple[int, int, int, int], ...]:
+    if options == OWNED:
+        return OWNED_GRIDS if activations == "replicated" else OWNED_GRIDS[-1:]
+    return GRIDS[:1] if options else GRIDS  # to compile takes long
 
 
 def _beside(pool: RankPool, family: Family, refused: Outcome) -> Outcome:
@@ -297,15 +314,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--compile", action="store_true", help="compile blocks, recompute selectively, accumulate in shards"
     )
+    parser.add_argument("--experts", choices=("z",), help="let ranks of z own experts")
     options = parser.parse_args(arguments)
-    given = EVERYTHING if options.compile else None
+    if options.compile and options.experts:
+        parser.error(
+            "blocks with experts that ranks own are not compiled; use one of --compile and --experts"
+        )
+    given = EVERYTHING if options.compile else OWNED if options.experts else None
     chosen = [find_family(name) for name in options.only] if options.only else families()
-    if given:
+    if options.experts:
+        chosen = [family for family in chosen if options.only or "moe_tp_experts" in family.plan_styles]
+    if given == EVERYTHING:
         print(
             f"with {', '.join(f'{name}={value}' for name, value in given.items())}, two micro-batches, aot_eager"
         )
     print(
-        f"grids {GRIDS}, loss within {LOSS_BAR:g}, gradients within {GRADIENT_BAR:g} of their own maximum; Gloo on CPU, fp32"
+        f"grids {OWNED_GRIDS if options.experts else GRIDS}, loss within {LOSS_BAR:g}, gradients within {GRADIENT_BAR:g} of their own maximum; Gloo on CPU, fp32"
     )
     start_s = time.perf_counter()
     outcomes: dict[str, Outcome] = {}
@@ -349,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(last)
     enough = counts["verified"] >= VERIFIED_BAR and cut["verified"] >= BY_TOKENS_BAR and not short
     failed = any(o.status == "failed" for o in [*outcomes.values(), *by_tokens.values()])
-    return 0 if (options.only or enough) and not failed else 1
+    return 0 if (options.only or options.experts or enough) and not failed else 1
 
 
 def summarise(outcomes: dict[str, Outcome]) -> dict[str, set[str]]:

@@ -31,6 +31,7 @@ import fourfold as ff
 from benchmarks.ranks import RankPool
 from fourfold import Grid
 from fourfold.checkpoint import Checkpoints, TrainState
+from fourfold.parallel.experts.choice import Experts
 
 Shape = tuple[int, int, int, int]
 Weights = Literal["fsdp2", "streamed"]
@@ -92,8 +93,12 @@ def build(kind: str) -> nn.Module:
 
 
 def start(shape: Shape, kind: str = "gpt2") -> TrainState:
-    model = build(kind)
-    report = ff.parallelize(model, Grid.create(shape, timeout_s=60), weights=weights_of(shape))
+    model = build("qwen3_moe" if kind == "owned" else kind)
+    # Ranks own experts where they can: they store what they do where experts are gathered.
+    experts: Experts = ("z",) if kind == "owned" and shape[1] == 2 else "auto"
+    report = ff.parallelize(
+        model, Grid.create(shape, timeout_s=60), weights=weights_of(shape), experts=experts
+    )
     return renewed(TrainState(model, torch.optim.SGD([torch.zeros(1)]), report))
 
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fourfold.errors import UnsupportedError
 from fourfold.parallel.checkpointing import ActivationCheckpointing, weaker
+from fourfold.parallel.experts.choice import GATHERED, Experts, check_wanted
 from fourfold.parallel.float8.choice import Float8Recipe
 from fourfold.parallel.lora import Lora
 from fourfold.weights.api import Accumulation, Precision, Weights, backend_of
@@ -41,6 +42,7 @@ class Options:
     activation_offloading: bool = False
     float8: Float8Recipe = "none"
     lora: Lora | None = None
+    experts: Experts = "auto"
 
     @property
     def checkpointing_words(self) -> str:
@@ -50,6 +52,7 @@ class Options:
         return f"{kind} in the first {count} blocks, {weaker(kind)} in the others"
 
     def __post_init__(self) -> None:
+        self._check_experts()
         if self.lora is not None and self.float8 != "none":
             raise UnsupportedError(f"lora with float8={self.float8!r} is not supported; use one of the two")
         for name, values in (
@@ -64,6 +67,20 @@ class Options:
             if given not in known:
                 *most, last = map(repr, known)
                 raise ValueError(f"{name} {given!r} is not supported; use {', '.join(most)} or {last}")
+
+    def _check_experts(self) -> None:
+        """Owned experts with what they have not been tested with."""
+        check_wanted(self.experts)
+        for name, is_on, off in (
+            ("compile=True", self.compile, "compile=False"),
+            ("lora", self.lora is not None, "lora=None"),
+            (f"float8={self.float8!r}", self.float8 != "none", "float8='none'"),
+            ("activation_offloading=True", self.activation_offloading, "activation_offloading=False"),
+        ):
+            if is_on and self.experts not in GATHERED:
+                raise UnsupportedError(
+                    f"experts={self.experts!r} with {name} is not supported; use {off}, or experts='cut'"
+                )
 
 
 def check_model(model: nn.Module) -> None:

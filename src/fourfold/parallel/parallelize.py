@@ -21,6 +21,7 @@ from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_spl
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
 from fourfold.parallel.experts.balance import asks_for_balance_loss, balance_loss
+from fourfold.parallel.experts.choice import Experts, OwnedExperts, choose_owned
 from fourfold.parallel.float8.choice import Float8Recipe, check_device, linears_in_float8
 from fourfold.parallel.lora import (
     Lora,
@@ -63,6 +64,7 @@ def parallelize(
     activation_offloading: bool = False,
     float8: Float8Recipe = "none",
     lora: Lora | None = None,
+    experts: Experts = "auto",
     checkpoint: str | Path | None = None,
     seed: int = 0,
 ) -> Report:
@@ -90,6 +92,8 @@ def parallelize(
         float8: of the matmuls of linears in blocks. ``rowwise_with_gw_hp``: outputs and the gradients of inputs in e4m3, with a scale for
             each row, as in torchao's recipe of that name; the gradients of weights in ``precision``.
         lora: train adapters of low rank (`Lora`) instead of the weights, which are frozen, and stored in ``precision``, or in NF4.
+        experts: with z > 1: gathered where they are used, as other weights are (``cut``), or owned by z ranks, to which the tokens are
+            sent (``("z",)``). With either, their inner features are sharded over y and x. ``auto`` is ``cut``.
         checkpoint: a folder of safetensors, as `save_pretrained` writes it.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 
@@ -119,6 +123,7 @@ def parallelize(
         activation_offloading,
         float8,
         lora,
+        experts,
     )
     # transformers' rules of conversion are those of the stock model.
     files = ModelFiles(CheckpointFiles(checkpoint), model) if checkpoint is not None else None
@@ -163,6 +168,8 @@ def arrange(
     overlap = options.overlap
     model_name = type(model).__name__  # fully_shard changes the class
 
+    owned = choose_owned(model, grid, options.experts)
+
     # 1. The role of each module.
     roles = assign(model, grid, options.roles)
     sequence, why_activations = choose_activations(model, roles, grid, options.activations)
@@ -180,7 +187,7 @@ def arrange(
         )
 
     draws = options.lora is not None and options.lora.dropout > 0
-    if (why_eager := _why_not_compiled(model, options.lora)) is not None:
+    if (why_eager := _why_not_compiled(model, options.lora, owned)) is not None:
         if options.compile:
             raise UnsupportedError(f"{why_eager}, so compile=True is not supported; use compile=False")
         if options.compile is None:
@@ -202,7 +209,7 @@ def arrange(
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
     replaced = ModuleReplacement(
-        model, grid, dropout, inside, overlap, sequence, weights, in_float8, options.lora, packed
+        model, grid, dropout, inside, overlap, sequence, weights, in_float8, options.lora, packed, owned.names
     ).run(roles)
 
     # 3. The loss of logits whose vocabulary is sharded over x, and of a batch that is sharded over z and data.
@@ -264,6 +271,7 @@ def arrange(
         keeps_head=head_loss is None,
         accumulation=options.accumulation,
         is_compiled=is_compiled and not is_dry,
+        owners=replaced.owners,
     )
     decisions = Decisions(
         weights,
@@ -277,6 +285,7 @@ def arrange(
         len(in_float8),
         not_in_float8,
         packed,
+        owned.note,
     )
     report = compose_report(
         model_name, grid, roles, replaced, options, decisions, caches, dropout is not None
@@ -284,7 +293,9 @@ def arrange(
     return report, replays
 
 
-def _why_not_compiled(model: nn.Module, lora: Lora | None) -> str | None:
+def _why_not_compiled(model: nn.Module, lora: Lora | None, owned: OwnedExperts) -> str | None:
+    if owned.names:
+        return "ranks own experts, to which as many rows are sent as routers say"
     if asks_for_balance_loss(model):
         return "the auxiliary loss (output_router_logits) reads the logits of routers inside blocks"
     if lora is None:

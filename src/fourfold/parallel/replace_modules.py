@@ -25,6 +25,7 @@ from fourfold.parallel.experts.cut import (
     seen_by_experts,
     show_local_features,
 )
+from fourfold.parallel.experts.owned import own_experts
 from fourfold.parallel.experts.whole_features import WholeFeatures
 from fourfold.parallel.float8.choice import check_pieces
 from fourfold.parallel.layers import Embedding4D, Norm4D
@@ -55,13 +56,15 @@ class Replaced:
     head: nn.Module | None = None
     vocab_size: int | None = None
     groups: list[FusedLinearGroup] = field(default_factory=list)
+    # Experts that z ranks own.
+    owners: list[nn.Module] = field(default_factory=list)
 
 
 class ModuleReplacement:
     """Replaces every module that has a role by its parallel form, in place.
 
     ``sequence_roles`` are for sequence-parallel activations, ``float8`` the linears that compute in it, ``lora`` the adapters, ``packed`` the
-    linears whose weights are in NF4. With x = y = 1 all other modules stay the stock ones, and with FSDP2 parameters stay plain tensors.
+    linears whose weights are in NF4, ``owned`` the experts that z ranks own. With x = y = 1 all other modules stay the stock ones, and with FSDP2 parameters stay plain tensors.
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class ModuleReplacement:
         float8: Collection[str],
         lora: Lora | None = None,
         packed: Collection[str] = (),
+        owned: Collection[str] = (),
     ) -> None:
         self.weights, self.float8, self.lora, self.packed = weights, float8, lora, packed
+        self.owned = owned
         self.plain = weights == "fsdp2" and grid.x * grid.y == 1
         self.model, self.grid, self.dropout, self.inside, self.overlap = model, grid, dropout, inside, overlap
         self.sequence_roles = sequence_roles
@@ -112,6 +117,7 @@ class ModuleReplacement:
                 self._put(role.name, self._linear(replace(role, in_axis="y", out_axis="x"), module))
             elif keeps_all:
                 self._keep(role, module, [k for k, p in module._parameters.items() if p is not None])
+                self._own(role, module)
             elif role.name in self.packed and role.in_axis is None and role.out_axis is None:
                 raise UnsupportedError(
                     f"{role.name} is in NF4, and on x={self.grid.x}, y={self.grid.y} it is {role.word} ({role.why}), which is not supported; "
@@ -139,14 +145,18 @@ class ModuleReplacement:
                 f"no linear of {type(self.model).__name__} is a target of LoRA: {self.lora.targets!r}; use the ends of their names, "
                 'such as ("q_proj", "v_proj"), or "all-linear"'
             )
-        for module, gradient_axes in self.kept.items() if not self.plain else ():
+        for module, gradient_axes in self.kept.items():
+            if self.plain and module not in self.out.owners:
+                continue
             seen_as = self.seen_as.get(module)
             show_local_parameters(module, gradient_axes, self.inside, self.checks[module], seen_as)
         if keeps_all:
             if not tied:
                 self.out.embedding, self.out.head = self._stock_ends()
+            self._note_changes()
             return self.out
         self._heads(roles)
+        self._note_changes()
         if self.sequence_roles is not None:
             for name in sorted(self.sequence_roles.attention):
                 show_full_shape(self.model.get_submodule(name), name, self.sequence_roles.tokens)
@@ -336,7 +346,13 @@ class ModuleReplacement:
             module._parameters[key] = self._parameter(role.name, key, source, layout)
             gradient_axes[key] = ()
         self.seen_as[module] = {key: seen_by_experts(key, storage, self.grid) for key in gradient_axes}
+        self._own(role, module)
         self._note(module, cut_experts(module, role.name, self._whole_features(role), storage))
+
+    def _own(self, role: Role, module: nn.Module) -> None:
+        if role.name in self.owned:
+            self.out.owners.append(module)
+            self._note(module, own_experts(module, role.name, self.grid))
 
     def _reader(self, role: Role, module: nn.Module) -> None:
         """A router or gate: stock modules, whole on each rank."""
@@ -403,6 +419,8 @@ class ModuleReplacement:
             module, _ = self._find(name)
             parts = head_parts(name, self.sequence_roles, self.grid)
             self._note(module, show_local_heads(module, self.family, *parts, replicated_heads=replicated))
+
+    def _note_changes(self) -> None:
         self.out.notes += [f"{note} ({count} modules)" for note, count in self.changes.items()]
 
     def _shared(self, role: Role) -> int:
@@ -429,7 +447,8 @@ class ModuleReplacement:
 
     def _new(self, module_name: str, key: str, source: Tensor, layout: ParameterLayout) -> nn.Parameter:
         self.out.layouts[f"{module_name}.{key}" if module_name else key] = layout
-        parameter = self._on_device(source) if self.plain else layout.parameter(source, self.grid)
+        is_plain = self.plain and module_name not in self.owned
+        parameter = self._on_device(source) if is_plain else layout.parameter(source, self.grid)
         return (
             packed_parameter(parameter)
             if module_name in self.packed and key.startswith("weight")

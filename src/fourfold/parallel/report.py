@@ -35,6 +35,7 @@ class Decisions:
     in_float8: int
     not_in_float8: Sequence[str]
     in_nf4: Collection[str] = ()  # linears whose weights are packed
+    experts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ def compose_report(
         f"weights: {decisions.weights} ({decisions.why_weights}) over z={grid.z}, gradients summed over data={grid.data}, "
         f"{options.precision}"
     )
+    if decisions.experts is not None:
+        notes.append(decisions.experts)
     notes.append(f"activation checkpointing: {options.checkpointing_words}")
     if options.activation_offloading:
         notes.append(_offloading(decisions.recomputed_blocks, grid.target))
