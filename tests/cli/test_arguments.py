@@ -1,6 +1,7 @@
 """Arguments of several commands: values that cannot be right are rejected before anything is read."""
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from fourfold.cli.main import main
 
@@ -23,3 +24,27 @@ def test_a_count_below_1_is_rejected(words, count, capsys):
         f"argument {words[-1]}: {count} is not allowed; use a whole number of at least 1"
         in capsys.readouterr().err
     )
+
+
+def test_axes_that_own_experts(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    Qwen3MoeConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=64,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).to_json_file(config)
+    batch = ["--global-batch-size", "4", "--seq-len", "8", "--target", "cpu"]
+    assert main(["dryrun", str(config), "--grid", "1,2,1,1", *batch, "--experts", "z"]) == 0
+    shown = capsys.readouterr().out
+    assert "experts: owned over z=2, 2 of 4 on each rank" in shown
+    assert "dispatch" in shown
+    assert main(["dryrun", str(config), "--grid", "1,2,1,1", *batch, "--experts", "x"]) != 0
+    assert "over z alone" in capsys.readouterr().err

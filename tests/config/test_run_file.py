@@ -12,6 +12,7 @@ from fourfold.config.describe import SIZES, fine_tuning, pretraining, reference,
 from fourfold.config.edit import with_fields
 from fourfold.config.run_file import ConfigError
 from fourfold.config.schema import RunConfig, ScheduleSection
+from fourfold.train.loop.model import axes_of
 from fourfold.train.loop.optimizers import learning_rate_factor
 
 MINIMAL = {"model": {"config": "config.json"}, "data": {"sources": [{"path": "text"}]}}
@@ -178,6 +179,14 @@ def test_none_empties_a_field_that_can_be_empty():
     run = changed("optimizer.grad_clip_norm=none", "checkpoints.every_steps=none")
     assert (run.optimizer.grad_clip_norm, run.checkpoints.every_steps) == (None, None)
     assert changed("engine.activation_checkpointing=none").engine.activation_checkpointing == "none"
+
+
+def test_experts_are_gathered_or_owned_by_axes():
+    assert changed().engine.experts == "auto"
+    assert changed("engine.experts=cut").engine.experts == "cut"
+    assert axes_of(changed('engine.experts=["z"]').engine.experts) == ("z",)
+    with pytest.raises(ValueError, match="experts"):
+        changed('engine.experts=["x"]')
 
 
 def test_fields_are_changed_in_place():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from fourfold.config.schema import EngineSection
 
@@ -46,10 +47,18 @@ def add_engine(parser: argparse.ArgumentParser, *names: str, unless: str = "") -
         if unless:  # that says what would be chosen
             about = re.sub("; auto: [^;.]*", "", about)
         about = f"{about[0].lower()}{about[1:].removesuffix('.')} (default: {unless or field.default})"
+        if any(get_origin(kind) is list for kind in kinds):  # words, or axes
+            words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+            given = {"type": partial(_words_or_axes, words), "metavar": "|".join((*words, "AXES"))}
         if field.annotation is bool or bool in kinds:
             given = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(f"--{name.replace('_', '-')}", **given, help=about)
         parser.set_defaults(**{name: None if unless else field.default})
+
+
+def _words_or_axes(words: Sequence[str], text: str) -> str | list[str]:
+    """One of the words, or axes separated by commas."""
+    return text if text in words else text.split(",")
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

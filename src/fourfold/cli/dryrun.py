@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     from fourfold.dry_run.run import dryrun
     from fourfold.mesh.axes import AXES
     from fourfold.parallel.lora import Lora
-    from fourfold.train.loop.model import adapters_of
+    from fourfold.train.loop.model import adapters_of, axes_of
     from fourfold.untrusted_input import find_model_config
     from fourfold.weights.overlap import Overlap
 
@@ -143,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
         activation_offloading=chosen["activation_offloading"],
         float8=chosen["float8"],
         lora=adapters,
+        experts=axes_of(chosen["experts"]),
         overlap=Overlap(keep_inputs=chosen["keep_inputs"], keep_bytes=chosen["keep_weights_bytes"]),
         optimizer="adamw" if config is None else config.optimizer.name,
         target=options.target,

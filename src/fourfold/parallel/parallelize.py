@@ -169,6 +169,11 @@ def arrange(
     model_name = type(model).__name__  # fully_shard changes the class
 
     owned = choose_owned(model, grid, options.experts)
+    if owned.names and asks_for_balance_loss(model):
+        raise UnsupportedError(
+            f"experts={options.experts!r} with the auxiliary loss (output_router_logits=True) is not supported; use experts='cut', or leave "
+            "the loss out"
+        )
 
     # 1. The role of each module.
     roles = assign(model, grid, options.roles)

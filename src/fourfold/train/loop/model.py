@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from fourfold import untrusted_input
 from fourfold.config.schema import EngineSection, ExpertsSection, LoraSection, ModelSection
 from fourfold.hf.packed_attention import use_packed_attention
 from fourfold.mesh.grid import Grid
+from fourfold.parallel.experts.choice import Experts
 from fourfold.parallel.lora import ALL_LINEAR, Lora
 from fourfold.parallel.parallelize import parallelize
 from fourfold.parallel.report import Report
@@ -66,11 +67,17 @@ def build_model(
         activation_offloading=engine.activation_offloading,
         float8=engine.float8,
         lora=adapters_of(lora) if lora is not None else None,
+        experts=axes_of(engine.experts),
         overlap=Overlap(keep_bytes=engine.keep_weights_bytes, keep_inputs=engine.keep_inputs),
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
         seed=seed,
     )
     return module, report.with_note(attention)
+
+
+def axes_of(experts: Literal["auto", "cut"] | list[Literal["z"]]) -> Experts:
+    """The experts of a run config, as `parallelize` takes them."""
+    return tuple(experts) if isinstance(experts, list) else experts
 
 
 def adapters_of(lora: LoraSection) -> Lora | None:
