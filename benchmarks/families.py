@@ -43,6 +43,7 @@ from benchmarks.ranks import RankError, RankPool
 from benchmarks.tiny_models import Family, families, find_family, tiny_batch, tiny_loss, tiny_model
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import idle_towers
+from fourfold.hf.experts import is_experts
 from fourfold.mesh.grid import Grid
 from fourfold.parallel import compiled
 from fourfold.parallel.options import Activations
@@ -108,6 +109,8 @@ def check_rank(
         if not str(error.name).startswith("transformers.models."):
             raise  # a package that is not installed
         return Outcome("missing", str(error))  # transformers lists the family, and does not contain its code
+    if options == OWNED and not any(is_experts(module) for module in stock.modules()):
+        return Outcome("refused", "it has no experts as it is configured here")
     batch = tiny_batch(stock)
     expected = tiny_loss(stock, batch)
     expected.backward()

@@ -40,7 +40,7 @@ def check_wanted(experts: Any) -> None:
 
 def choose_owned(model: nn.Module, grid: Grid, experts: Experts) -> OwnedExperts:
     """The experts that ranks own; raises `UnsupportedError` where they cannot."""
-    towers = idle_towers(model)
+    towers = idle_towers(model) if grid.x * grid.y > 1 else []  # on z alone they may run
     found = {
         name: module
         for name, module in model.named_modules()
