@@ -360,6 +360,7 @@ def rejected(shape: Shape) -> dict[str, str]:
     attempt("lora", "qwen3_moe", lora=Lora(targets=("q_proj",)))
     attempt("offloading", "qwen3_moe", activation_checkpointing="full", activation_offloading=True)
     attempt("forward", "llama4")
+    attempt("tied", "diffusion_gemma")
     with pytest.raises(UnsupportedError) as error:
         ff.parallelize(build("qwen3_moe", num_experts=5), grid, experts=("z",))
     found["odd"] = str(error.value)
@@ -375,6 +376,7 @@ def test_what_is_rejected_by_name(pool: RankPool) -> None:
         assert "with lora is not supported" in found["lora"]
         assert "with activation_offloading=True" in found["offloading"]
         assert "with a forward of its own" in found["forward"]
+        assert "and ranks cannot own experts of two modules" in found["tied"]
         assert "z=2 does not divide the 5 experts of model.layers.0.mlp.experts" in found["odd"]
         assert "use z=1 with data=2" in found["odd"]
 

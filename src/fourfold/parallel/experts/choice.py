@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -59,6 +60,7 @@ def choose_owned(model: nn.Module, grid: Grid, experts: Experts) -> OwnedExperts
         return OwnedExperts(note=f"experts={experts!r} has no effect with z=1; leave it out")
     for name, module in found.items():
         _check_module(module, name, grid)
+    _check_untied(model, found)
     counts = sorted({module.__dict__["num_experts"] for module in found.values()})
     each = ", ".join(f"{count // grid.z} of {count}" for count in counts)
     return OwnedExperts(
@@ -87,3 +89,18 @@ def _check_module(module: nn.Module, name: str, grid: Grid) -> None:
             f"z={grid.z} does not divide the {experts} experts of {name}, so ranks cannot own whole experts; use z={fits} with "
             f"data={grid.data * grid.z // fits}, or experts='cut'"
         )
+
+
+def _check_untied(model: nn.Module, owners: Mapping[str, nn.Module]) -> None:
+    """A weight of two modules, as an encoder and a decoder may have, is one that has not been tried."""
+    first: dict[nn.Parameter, str] = {}
+    owned = {p for module in owners.values() for p in module._parameters.values()}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or parameter not in owned:
+                continue
+            if first.setdefault(parameter, f"{name}.{key}") != f"{name}.{key}":
+                raise UnsupportedError(
+                    f"{name}.{key} is tied to {first[parameter]}, and ranks cannot own experts of two modules; untie them, or use "
+                    "experts='cut'"
+                )
