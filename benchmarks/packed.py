@@ -32,16 +32,16 @@ TOLERANCE = 1e-4  # of the largest entry
 
 def check(family: Family) -> tuple[str, str]:
     """(the kind of attention, or "wrong", or "not tried"; why)."""
-    model = _model(family)
+    model = windowed_model(family)
     config: Any = model.config
     vocabulary = config.get_text_config().vocab_size
     ids = torch.randint(
         8, vocabulary, (len(LENGTHS), sum(LENGTHS[0])), generator=torch.Generator().manual_seed(3)
     )
-    note = use_packed_attention(_model(family).to("meta"), "auto", "cpu", "fp32")
+    note = use_packed_attention(windowed_model(family).to("meta"), "auto", "cpu", "fp32")
     kind, name, why = "bounds", NAME, note.rpartition("(")[2].removesuffix(")")
     if "by the bounds" not in note:
-        note = use_packed_attention(_model(family).to("meta"), "auto", "cuda", "bf16")
+        note = use_packed_attention(windowed_model(family).to("meta"), "auto", "cuda", "bf16")
         if "FlexAttention inside" not in note:
             return "mask", why
         kind, name = "flex", FLEX
@@ -62,7 +62,7 @@ def check(family: Family) -> tuple[str, str]:
     return (kind if error <= TOLERANCE else "wrong"), f"{error:.1e}"
 
 
-def _model(family: Family) -> Any:
+def windowed_model(family: Family) -> Any:
     model = tiny_model(family)
     for module in model.modules():
         config: Any = getattr(module, "config", None)

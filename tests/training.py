@@ -72,7 +72,7 @@ def train(
     """(the loss by step, this rank's weights at the end)."""
     losses = Losses()
     shape = (run.grid.data, run.grid.z, run.grid.y, run.grid.x)
-    trainer = Trainer(run, Grid.create(shape), [*callbacks, losses])
+    trainer = Trainer(run, Grid.create(shape, sequence_ranks=run.sequence_ranks), [*callbacks, losses])
     request = StopRequest()
     if stop_at is not None:
         trainer.callbacks.append(StopAt(stop_at, trainer.grid.mesh.size() - 1, request))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fourfold.mesh.grid import Grid
     from fourfold.optim.clip import clip_grad_norm_
     from fourfold.optim.sharded_optimizer import sharded_optimizer
+    from fourfold.parallel.context.chunks import cut_sequences
     from fourfold.parallel.dropout import seed_ranks
     from fourfold.parallel.lora import Lora
     from fourfold.parallel.loss.cross_entropy import (
@@ -56,6 +57,7 @@ __all__ = [
     "clip_grad_norm_",
     "count_labels",
     "cross_entropy",
+    "cut_sequences",
     "dryrun",
     "factorisations",
     "full_logits",
@@ -77,6 +79,7 @@ _HOMES = {
     "fourfold.mesh.axes": ("factorisations",),
     "fourfold.mesh.grid": ("Grid",),
     "fourfold.optim.clip": ("clip_grad_norm_",),
+    "fourfold.parallel.context.chunks": ("cut_sequences",),
     "fourfold.parallel.dropout": ("seed_ranks",),
     "fourfold.parallel.lora": ("Lora",),
     "fourfold.parallel.loss.cross_entropy": (

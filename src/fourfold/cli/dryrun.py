@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_changes, add_engine, positive
+from fourfold.cli.arguments import add_changes, add_engine, check_not_shared, positive
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import EngineSection
 
@@ -100,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
             "global_batch_size": config.sequences,
             "seq_len": config.data.sequence_length,
         }
+        check_not_shared(config, "a dry run")
     elif options.set or options.gpus:
         raise ValueError(
             "--set and --gpus are for a run config; give --grid DATA,Z,Y,X and the other options"

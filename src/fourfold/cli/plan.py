@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_changes, add_engine, positive
+from fourfold.cli.arguments import add_changes, add_engine, check_not_shared, positive
 from fourfold.config.describe import SIZES, sized_model_config
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import BY_MEMORY, CHOSEN_ALONG, EngineSection
@@ -235,6 +235,7 @@ class _Asked:
         run = None
         if options.model is not None and options.model.endswith(".toml"):
             run = load_run(options.model, options.set)
+            check_not_shared(run, "a plan")
         elif options.set:
             raise ValueError("--set changes a run config; give one instead of a model, or leave it out")
         planned = _without_layout(run, options.set) if run else None

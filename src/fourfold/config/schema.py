@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from fourfold.mesh.axes import AXES
+from fourfold.mesh.axes import AXES, divisors
 from fourfold.optim.kinds import Optimizer, check_beta2
 from fourfold.planner.inputs.layout import undivided_axis
 
@@ -181,6 +181,8 @@ class BatchSection(Section):
     """Tokens per step, over all ranks; a multiple of sequence_length."""
     micro_batch_sequences: PositiveInt | None = None
     """Sequences per micro-batch of a rank; none: all at once, or at most 8192 tokens where no grid and no cluster is set."""
+    sequence_ranks: PositiveInt | Literal["auto"] = 1
+    """Neighbours along z that share sequences, each with a part of the tokens (context parallelism); auto: as few as let the batch divide over the ranks."""
 
 
 # Engine fields that are chosen with the grid unless the run config sets them, in addition to those with an "auto".
@@ -479,11 +481,45 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def sequences_can_be_shared(self) -> RunConfig:
+        share = self.batch.sequence_ranks
+        if share == 1:
+            return self
+        named = f"batch.sequence_ranks={share!r}"
+        for is_given, what, way_out in (
+            (self.grid.auto, "a grid that is chosen", "set grid.data, grid.z, grid.y or grid.x"),
+            (
+                self.reliability.torchft_lighthouse is not None,
+                "reliability.torchft_lighthouse",
+                "leave one of the two out",
+            ),
+            (
+                self.engine.activation_checkpointing == "auto",
+                "engine.activation_checkpointing='auto', whose formulas of memory do not know it,",
+                "use 'full', 'selective' or 'none'",
+            ),
+            (self.engine.attention != "auto", f"engine.attention={self.engine.attention!r}", "use 'auto'"),
+        ):
+            if is_given:
+                raise ValueError(f"{named} with {what} is not supported; {way_out}")
+        if share != "auto" and self.grid.z % share:
+            fit = ", ".join(map(str, divisors(self.grid.z)))
+            raise ValueError(f"{named} does not divide grid.z={self.grid.z}; use one of {fit}")
+        length, chunks = self.data.sequence_length, 2 * self.sequence_ranks
+        if length % chunks:
+            raise ValueError(
+                f"{named} cuts sequences into {chunks} chunks, which do not divide data.sequence_length={length}; use "
+                f"{max(1, length // chunks) * chunks}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def batches_divide_over_ranks(self) -> RunConfig:
-        ranks = math.prod(self.shape[:2])
+        ranks = math.prod(self.shape[:2]) // self.sequence_ranks
         if self.grid.auto or not self.sequences % ranks:
             return self
         words = "data*z" if self.reliability.torchft_lighthouse is None else "z"
+        words += "/sequence_ranks" if self.sequence_ranks > 1 else ""
         near = max(1, round(self.sequences / ranks)) * ranks * self.data.sequence_length
         raise ValueError(
             f"batch.tokens={self.batch.tokens} are {self.sequences} sequences, which do not divide over {words} = {ranks} "
@@ -492,14 +528,14 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def sequences_can_be_sharded(self) -> RunConfig:
-        length = self.data.sequence_length
+        length = self.own_length
         undivided = undivided_axis(length, self.grid.y, self.grid.x)
         if self.engine.activations != "sequence-parallel" or self.grid.auto or undivided is None:
             return self
         axis, ranks = undivided
         raise ValueError(
             f"engine.activations='sequence-parallel' shards sequences over the tensor axes, and grid.{axis}={ranks} does not divide "
-            f"data.sequence_length={length}; use {max(1, length // ranks) * ranks}, or 'auto'"
+            f"{self._own_length_words}; use {max(1, length // ranks) * ranks * self.sequence_ranks}, or 'auto'"
         )
 
     @property
@@ -512,6 +548,32 @@ class RunConfig(Section):
     def sequences(self) -> int:
         """Sequences of the global batch."""
         return self.batch.tokens // self.data.sequence_length
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Neighbours along z that share sequences."""
+        share = self.batch.sequence_ranks
+        if share != "auto":
+            return share
+        ranks, length = math.prod(self.shape[:2]), self.data.sequence_length
+        fit = (
+            c
+            for c in divisors(self.grid.z)
+            if not self.sequences % (ranks // c) and not (c > 1 and length % (2 * c))
+        )
+        return next(fit, 1)
+
+    @property
+    def own_length(self) -> int:
+        """The tokens of a sequence that a rank has."""
+        return self.data.sequence_length // self.sequence_ranks
+
+    @property
+    def _own_length_words(self) -> str:
+        length, share = f"data.sequence_length={self.data.sequence_length}", self.sequence_ranks
+        return (
+            length if share == 1 else f"the {self.own_length} tokens of a rank of {length} over {share} ranks"
+        )
 
 
 def steps_of(text: str) -> tuple[int, int]:

@@ -26,12 +26,12 @@ NAME, FLEX, _PROBE = "fourfold_packed", "fourfold_flex", "fourfold_probe"
 _WINDOW = "_fourfold_window"
 _QUERIES = 512  # of a block of a sliding window, where a mask is needed
 # What modules pass to an attention function: what this one uses, and what does not change a result.
-_KNOWN = {
+KNOWN = {
     "position_ids", "sliding_window", "cu_seq_lens_q", "max_length_q", "is_causal",
     "output_attentions", "output_hidden_states", "use_cache", "cache_position", "return_dict", "layer_idx", "past_key_values",
     "num_items_in_batch", "output_router_logits", "position_embeddings",
 }  # fmt: skip
-_KNOWN_TO_FLEX = {"softcap", "s_aux"}
+KNOWN_TO_FLEX = {"softcap", "s_aux"}
 
 
 def cumulative_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
@@ -100,7 +100,7 @@ def flex_packed_attention(
     **given: Any,
 ) -> tuple[Tensor, None]:
     """The same by FlexAttention, also with a soft cap of the scores and with sinks."""
-    _check(module, attention_mask, given, _KNOWN_TO_FLEX)
+    _check(module, attention_mask, given, KNOWN_TO_FLEX)
     out = attend(
         query,
         key,
@@ -180,7 +180,7 @@ def _try_on_meta(
     ) -> tuple[Tensor, None]:
         dropout, scaling = given.pop("dropout", 0.0), given.pop("scaling", None)
         by_bounds = _why_not(module, attention_mask, given)
-        by_flex = _why_not(module, attention_mask, given, _KNOWN_TO_FLEX)
+        by_flex = _why_not(module, attention_mask, given, KNOWN_TO_FLEX)
         if target == "cuda":
             by_bounds = by_bounds or _why_not_on_cuda(query, value, dropout, given)
             by_flex = by_flex or _why_not_flex(query, value, dropout)
@@ -270,7 +270,7 @@ def _why_not(
     window, passed = _window_of(module), given.get("sliding_window") or None
     if passed != window:
         return f"its window is {window}, and it passes {passed} to its attention"
-    unknown = [name for name, value in given.items() if value is not None and name not in _KNOWN | more]
+    unknown = [name for name, value in given.items() if value is not None and name not in KNOWN | more]
     return f"it passes {', '.join(unknown)} to its attention" if unknown else None
 
 

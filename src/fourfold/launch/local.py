@@ -62,7 +62,7 @@ def check_model(run: RunConfig) -> None:
         )
     # torchft replicas take shares of any size.
     if not run.grid.auto and run.reliability.torchft_lighthouse is None:
-        parts = run.grid.data * run.grid.z
+        parts = run.grid.data * run.grid.z // run.sequence_ranks
         micro_batches(run.sequences // parts, run.batch.micro_batch_sequences)
 
 

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
-Axis = Literal["data", "z", "y", "x"]
-AXES: tuple[Axis, ...] = get_args(Axis)
+# "sequence" is no axis of the mesh but a part of z: neighbours that share sequences (`Grid.sequence_ranks`).
+Axis = Literal["data", "z", "y", "x", "sequence"]
+AXES: tuple[Axis, ...] = ("data", "z", "y", "x")
+SEQUENCE: Axis = "sequence"
+
+
+def axis_of_mesh(axis: Axis) -> Axis:
+    """The axis of the mesh that its neighbours are on."""
+    return "z" if axis == SEQUENCE else axis
 
 
 def divisors(n: int) -> list[int]:

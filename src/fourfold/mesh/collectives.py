@@ -45,6 +45,8 @@ Purpose = Literal[
     "dispatch",  # rows to the ranks that own their experts, and the gradients of these rows
     "combine",  # what experts made of rows, back to the ranks that these are from, and its gradients
     "shared",  # gradients of key/value heads that several y ranks use
+    "keys-values",  # of the ranks that share a sequence, and their gradients
+    "positions",  # of the tokens of these ranks
     "weight",
     "gradient",
     "norm",
@@ -179,12 +181,17 @@ _numbers = itertools.count()
 class Collectives:
     """The collectives of one grid."""
 
-    def __init__(self, mesh: DeviceMesh, target: str) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, target: str, shares_sequences: dist.ProcessGroup | None = None
+    ) -> None:
         # The operators of a compiled block take tensors and numbers (`operators.py`).
         self.number = next(_numbers)
         by_number[self.number] = self
         self._sizes = dict(zip(cast(tuple[str, ...], mesh.mesh_dim_names), mesh.shape, strict=True))
         self._groups = {axis: mesh.get_group(axis) for axis, size in self._sizes.items() if size > 1}
+        self._sizes["sequence"] = 1 if shares_sequences is None else shares_sequences.size()
+        if shares_sequences is not None:
+            self._groups["sequence"] = shares_sequences
         self.clock = clock_of(mesh.device_type)
         self.observers: list[Observer] = []
         # How many of them want to know for how long a rank waited.

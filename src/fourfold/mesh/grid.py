@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 # There is no public call that sets the timeout of an existing group (seen in torch 2.13.0).
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fourfold.mesh.axes import AXES, Axis, factorisations
+from fourfold.mesh.axes import AXES, SEQUENCE, Axis, divisors, factorisations
 from fourfold.mesh.collectives import Collectives
 from fourfold.mesh.rendezvous import local_device, start_process_group
 
@@ -34,11 +34,14 @@ class Grid:
     collectives: Collectives = field(repr=False)
     # The device type that decisions are made for: that of ``device``, but in a dry run that of the cluster.
     target: str
+    # How many neighbours along z share sequences, each with a part of their tokens.
+    sequence_ranks: int = 1
 
     @staticmethod
     def create(
         shape: tuple[int, int, int, int],
         *,
+        sequence_ranks: int = 1,
         device_type: str | None = None,
         timeout_s: float = 600.0,
     ) -> Grid:
@@ -48,17 +51,21 @@ class Grid:
         for CUDA devices and Gloo for CPUs. ``timeout_s`` is set on the group of each axis, because the groups of a mesh
         do not inherit the timeout that was given to ``init_process_group``.
 
+        ``sequence_ranks`` neighbours along z share sequences (context parallelism): they read the same rows of the batch, and
+        `cut_sequences` gives each its tokens.
+
         Example:
             >>> grid = Grid.create((1, 1, 1, 1))  # under torchrun: data * z * y * x = the number of ranks
             >>> print(grid)
             (data=1, z=1, y=1, x=1)
         """
         sizes = _check_sizes(shape)
+        _check_sequence_ranks(sizes, sequence_ranks)
         device = local_device(device_type)
         if not dist.is_initialized():
             start_process_group(device, timeout_s)
         _check_world(sizes, dist.get_world_size())
-        grid = Grid.from_mesh(_mesh(device.type, sizes), device)
+        grid = _over(_mesh(device.type, sizes), device, device.type, sequence_ranks)
         grid.set_timeout(timeout_s)
         return grid
 
@@ -70,15 +77,13 @@ class Grid:
                 f"a grid needs a mesh with the axes {AXES}, this one has {mesh.mesh_dim_names}; "
                 "pass mesh_dim_names=fourfold.mesh.axes.AXES to init_device_mesh, or use Grid.create"
             )
-        data, z, y, x = mesh.shape
-        target = target or device.type
-        return Grid(data, z, y, x, mesh, device, Collectives(mesh, target), target)
+        return _over(mesh, device, target or device.type, 1)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of the collectives of every axis, from now on."""
-        for axis in AXES:
+        for axis in (*AXES, SEQUENCE):
             if self.size(axis) > 1:
-                _set_pg_timeout(timedelta(seconds=seconds), self.mesh.get_group(axis))
+                _set_pg_timeout(timedelta(seconds=seconds), self.collectives.group(axis))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -86,25 +91,39 @@ class Grid:
 
     def size(self, axis: Axis | None) -> int:
         """The number of ranks along an axis; 1 if the axis is None."""
+        if axis == SEQUENCE:
+            return self.sequence_ranks
         return 1 if axis is None else self.shape[AXES.index(axis)]
 
     def coordinate(self, axis: Axis | None) -> int:
         """This rank's coordinate along an axis; 0 if the axis is None."""
         # Unlike `get_local_rank`, this is known without process groups: a dry run's are gone when its report is printed.
+        if axis == SEQUENCE:
+            return self.coordinate("z") % self.sequence_ranks
         place = self.mesh.get_coordinate()
         return 0 if axis is None or place is None else place[AXES.index(axis)]
 
     # -- the batch: split over data and z, the same on all x and y ranks ------------------------------------------
 
     @property
-    def batch_ranks(self) -> int:
-        """The number of parts that the global batch is split into."""
+    def token_ranks(self) -> int:
+        """The number of parts that the tokens of the global batch are split into."""
         return self.data * self.z
 
     @property
-    def batch_rank(self) -> int:
-        """The index of the part that this rank reads; x and y neighbours read the same part."""
+    def token_rank(self) -> int:
+        """The index of the part of the tokens that this rank computes; x and y neighbours have the same part."""
         return self.coordinate("data") * self.z + self.coordinate("z")
+
+    @property
+    def batch_ranks(self) -> int:
+        """The number of parts that the rows of the global batch are split into."""
+        return self.token_ranks // self.sequence_ranks
+
+    @property
+    def batch_rank(self) -> int:
+        """The index of the rows that this rank reads; x and y neighbours, and ranks that share sequences, read the same rows."""
+        return self.token_rank // self.sequence_ranks
 
     def local_rows(self, global_batch: int) -> slice:
         """The rows of a global batch that this rank trains on.
@@ -113,9 +132,16 @@ class Grid:
             >>> ids = ids[grid.local_rows(len(ids))]
         """
         if global_batch < 1 or global_batch % self.batch_ranks:
+            share = self.sequence_ranks
+            parts = (
+                f"data*z = {self.data}*{self.z}"
+                if share == 1
+                else f"data*z/sequence_ranks = {self.data}*{self.z}/{share}"
+            )
+            way_out = "a grid with a smaller data*z" if share == 1 else "more sequence_ranks"
             raise ValueError(
-                f"a global batch of {global_batch} sequences does not divide over data*z = {self.data}*{self.z} = "
-                f"{self.batch_ranks}; use a multiple of {self.batch_ranks}, or a grid with a smaller data*z"
+                f"a global batch of {global_batch} sequences does not divide over {parts} = "
+                f"{self.batch_ranks}; use a multiple of {self.batch_ranks}, or {way_out}"
             )
         rows = global_batch // self.batch_ranks
         return slice(self.batch_rank * rows, (self.batch_rank + 1) * rows)
@@ -148,6 +174,39 @@ def _check_world(sizes: tuple[int, int, int, int], world: int) -> None:
         f"grid data={data} * z={z} * y={y} * x={x} needs {ranks} ranks, but {world} are running; "
         f"start {ranks} ranks, or use a grid of {world} such as {nearest}"
     )
+
+
+def _check_sequence_ranks(sizes: tuple[int, int, int, int], share: int) -> None:
+    z = sizes[1]
+    if not isinstance(share, int) or share < 1 or z % share:
+        fit = ", ".join(map(str, divisors(z)))
+        raise ValueError(
+            f"sequence_ranks={share!r} does not divide z={z}: neighbours along z share sequences; use one of {fit}"
+        )
+
+
+def _over(mesh: DeviceMesh, device: torch.device, target: str, sequence_ranks: int) -> Grid:
+    data, z, y, x = mesh.shape
+    group = _sequence_group(mesh, sequence_ranks)
+    return Grid(data, z, y, x, mesh, device, Collectives(mesh, target, group), target, sequence_ranks)
+
+
+_sequence_groups: dict[tuple[int, int], tuple[DeviceMesh, dist.ProcessGroup]] = {}
+
+
+def _sequence_group(mesh: DeviceMesh, ranks: int) -> dist.ProcessGroup | None:
+    """The group of this rank's neighbours along z that share its sequences. All ranks of the mesh call it."""
+    if ranks == 1:
+        return None
+    if ranks == mesh.size(AXES.index("z")):
+        return mesh.get_group("z")
+    known = _sequence_groups.get((id(mesh), ranks))
+    if known is None or known[0] is not mesh:
+        places = mesh.mesh.movedim(AXES.index("z"), -1).reshape(-1, ranks)
+        group, _ = dist.new_subgroups_by_enumeration(places.tolist())
+        assert group is not None
+        known = _sequence_groups[id(mesh), ranks] = (mesh, group)
+    return known[1]
 
 
 _meshes: dict[tuple[str, tuple[int, ...]], tuple[object, DeviceMesh]] = {}

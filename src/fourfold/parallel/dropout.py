@@ -82,7 +82,7 @@ def seed_ranks(grid: Grid, seed: int, step: int = 0, *, replica: int = 0) -> Non
     Called before each step, so that a resumed run draws the same values and no generator state has to be saved.
     ``replica`` is the index of this grid, if there are several.
     """
-    part = replica * grid.batch_ranks + grid.batch_rank
+    part = replica * grid.token_ranks + grid.token_rank
     torch.manual_seed((seed * _MIX + step * _STEP_MIX + part) % 2**63)
 
 

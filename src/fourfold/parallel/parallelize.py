@@ -19,6 +19,7 @@ from fourfold.mesh.grid import Grid
 from fourfold.mesh.offloading import Copies, Offloading, copies_of
 from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_split
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
+from fourfold.parallel.context.model import let_share_sequences, share_sequences
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
 from fourfold.parallel.experts.balance import asks_for_balance_loss, balance_loss
 from fourfold.parallel.experts.choice import Experts, OwnedExperts, choose_owned
@@ -174,8 +175,13 @@ def arrange(
             f"experts={options.experts!r} with the auxiliary loss (output_router_logits=True) is not supported; use experts='cut', or leave "
             "the loss out"
         )
+    if owned.names and grid.sequence_ranks > 1:
+        raise UnsupportedError(
+            f"experts={options.experts!r} with sequence_ranks={grid.sequence_ranks} is not supported; use experts='cut', or sequence_ranks=1"
+        )
 
-    # 1. The role of each module.
+    # 1. Sequences that neighbours along z share, and the role of each module.
+    let_share_sequences(model, grid, options)
     roles = assign(model, grid, options.roles)
     sequence, why_activations = choose_activations(model, roles, grid, options.activations)
     tokens = sequence.tokens if sequence else None
@@ -183,8 +189,10 @@ def arrange(
     dropout = Dropout(grid) if grid.x * grid.y > 1 and uses_dropout(model) else None
     is_compiled, why_compiled = options.compile, "asked for"
     if is_compiled is None:
-        is_compiled = grid.target == "cuda" and dropout is None
+        is_compiled = grid.target == "cuda" and dropout is None and grid.sequence_ranks == 1
         why_compiled = "auto: tensor ranks draw dropout" if dropout is not None else f"auto: on {grid.target}"
+        if grid.sequence_ranks > 1:
+            why_compiled = "auto: ranks share sequences"
     if dropout is not None and is_compiled:
         raise UnsupportedError(
             f"{model_name} has dropout, whose random numbers on x={grid.x}, y={grid.y} ranks are set between layers, which cannot be "
@@ -242,6 +250,7 @@ def arrange(
             is_compiled=is_compiled and not is_dry,
             offloading=None if kind == "none" else offloading,
         )
+    share_sequences(model, grid)
     wrap_model(model, inside, replaced.groups, dropout, guard, tokens, head_loss)
     # Half-batches have sums of their own, and one auxiliary loss.
     balance = balance_loss(model, grid, by_tokens=tokens is not None, is_compiled=is_compiled)

@@ -114,6 +114,10 @@ def compose_report(
     )
     if decisions.experts is not None:
         notes.append(decisions.experts)
+    if grid.sequence_ranks > 1:
+        notes.append(
+            f"sequences: each is shared by {grid.sequence_ranks} neighbours along z, which gather its keys and values in every attention"
+        )
     notes.append(f"activation checkpointing: {options.checkpointing_words}")
     if options.activation_offloading:
         notes.append(_offloading(decisions.recomputed_blocks, grid.target))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fourfold.hf.packed_attention import FLEX
-from fourfold.mesh.axes import AXES, Axis
+from fourfold.mesh.axes import AXES, Axis, axis_of_mesh
 from fourfold.mesh.collectives import Entry
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.linear import Linear4D
@@ -33,7 +33,7 @@ class StepReport:
 
     def exposed_s(self, axis: Axis | None = None) -> float:
         """Exposed communication: the seconds that this rank waited for an axis, or for all axes."""
-        return sum(e.exposed_s for e in self.entries if axis is None or e.axis == axis)
+        return sum(e.exposed_s for e in self.entries if axis is None or axis_of_mesh(e.axis) == axis)
 
     @property
     def compute_s(self) -> float:

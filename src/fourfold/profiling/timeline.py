@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from fourfold.mesh.axes import AXES
+from fourfold.mesh.axes import AXES, axis_of_mesh
 from fourfold.mesh.collectives import InFlightCollective
 from fourfold.mesh.grid import Grid
 
@@ -67,7 +67,7 @@ def events(flights: list[InFlightCollective], origin_ns: int) -> list[dict[str, 
         out.append(named(process, "process_sort_index", args={"sort_index": order}))
         out += [named(process, "thread_name", tid=i, args={"name": axis}) for i, axis in enumerate(AXES)]
     for i, flight in enumerate(flights):
-        track = AXES.index(flight.axis)
+        track = AXES.index(axis_of_mesh(flight.axis))
         name = f"{flight.axis} {flight.kind} {flight.module or flight.purpose}"
         arguments = {
             **{field: getattr(flight, field) for field in ("axis", "kind", "purpose", "module")},

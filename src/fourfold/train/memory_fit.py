@@ -26,6 +26,8 @@ def fit_into_memory(run: RunConfig, device_bytes: float | None, target: str) -> 
     """
     if not run.engine.is_open:
         return run
+    if run.sequence_ranks > 1:  # which the formulas do not know
+        return run.model_copy(update={"engine": run.engine.without_auto()})
     from fourfold.train.loop.model import model_config
 
     rows = run.sequences // (run.shape[0] * run.shape[1])

@@ -51,7 +51,9 @@ def train(run: RunConfig, first: Sequence[Callback] = ()) -> bool:
         if not is_used:
             return wait_idle(idle_store, rank, used)
     with ExitStack() as stack:
-        trainer = Trainer(run, Grid.create(run.shape), [*first, *callbacks_of(run)])
+        trainer = Trainer(
+            run, Grid.create(run.shape, sequence_ranks=run.sequence_ranks), [*first, *callbacks_of(run)]
+        )
         section = run.checkpoints
         checkpoints = stack.enter_context(Checkpoints(section.folder, keep_last=section.keep_last))
         stop = StopRequest(run.reliability.first_step_timeout_s)

@@ -78,6 +78,11 @@ class GridTrainer:
             )
         check_backends()
         self.grid = grid if isinstance(grid, Grid) else Grid.create(grid)
+        if self.grid.sequence_ranks > 1:
+            raise UnsupportedError(
+                f"sequence_ranks={self.grid.sequence_ranks} is not supported in trainers of other libraries, whose batches are not cut; use "
+                "sequence_ranks=1, `fourfold train` or a loop of your own"
+            )
         check_rank(args)
         args, translated = translate(args, self.grid)
         if twice := sorted(set(translated) & set(parallel or {})):

@@ -257,7 +257,7 @@ class LossGuard:
         if not self.is_known:
             raise UnsupportedError(
                 f"{self._model} has the loss {self._stock}, which is unsupported for a batch sharded over data*z="
-                f"{self._grid.batch_ranks} and a vocabulary sharded over x={self._grid.x}; omit the labels and compute "
+                f"{self._grid.token_ranks} and a vocabulary sharded over x={self._grid.x}; omit the labels and compute "
                 "the loss from the logits (ff.cross_entropy)"
             )
         if isinstance(logits, LazyLogits):
@@ -287,6 +287,11 @@ class LossGuard:
         if shift_labels is not None:
             return shift_labels
         assert labels is not None
+        if self._grid.sequence_ranks > 1:
+            raise UnsupportedError(
+                f"{self._model} does not pass shift_labels to its loss, and labels of a part of a sequence cannot be shifted; use "
+                f"sequence_ranks=1 instead of {self._grid.sequence_ranks}"
+            )
         if self._stock == "ForCausalLMLoss":
             return torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         return labels
@@ -319,7 +324,7 @@ class LossGuard:
         if computed is None or computed[0] is not loss or computed[1] != _version(loss):
             raise UnsupportedError(
                 f"{self._model} computes its own loss, or adds to it (such as a router's auxiliary loss), which would be "
-                f"the loss of one rank's part of data*z={self._grid.batch_ranks}, x={self._grid.x}; omit the labels and "
+                f"the loss of one rank's part of data*z={self._grid.token_ranks}, x={self._grid.x}; omit the labels and "
                 "compute the loss from the logits (ff.cross_entropy), or turn the additional loss off"
             )
 
@@ -336,7 +341,7 @@ def _version(tensor: Tensor) -> int:
 
 def guard_loss(model: torch.nn.Module, grid: Grid, vocab_size: int | None) -> LossGuard | None:
     """Replace the model's loss function by the exact one; None if neither the batch nor the model is sharded."""
-    if grid.batch_ranks * grid.x * grid.y == 1:
+    if grid.token_ranks * grid.x * grid.y == 1:
         return None
     stock: Any = getattr(model, "loss_function", None)
     guard = LossGuard(

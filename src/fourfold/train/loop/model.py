@@ -35,13 +35,13 @@ def build_model(
 ) -> tuple[nn.Module, Report]:
     """Build on the meta device; each rank initialises or reads only its own shards.
 
-    ``length``: of the sequences. If tensor ranks do not divide it, activations cannot be sharded by tokens.
+    ``length``: the tokens of a sequence that a rank has. If tensor ranks do not divide it, activations cannot be sharded by tokens.
     """
     activations = engine.activations
     undivided = undivided_axis(length, grid.y, grid.x)
     if activations == "auto" and undivided is not None:
         logger.warning(
-            "%s=%d does not divide the %d tokens of a sequence: activations are replicated",
+            "%s=%d does not divide the %d tokens of a sequence that a rank has: activations are replicated",
             *undivided,
             length,
         )
@@ -51,9 +51,11 @@ def build_model(
         module: nn.Module = AutoModelForCausalLM.from_config(model_config(model), dtype=torch.float32)
     # Routers in compiled blocks cannot be read.
     compile = False if experts is not None and experts.reads_routers else engine.compile
-    attention = use_packed_attention(
-        module, engine.attention, grid.target, engine.precision, is_compiled=bool(compile)
-    )
+    attention = None
+    if grid.sequence_ranks == 1:  # otherwise `parallelize` sets it
+        attention = use_packed_attention(
+            module, engine.attention, grid.target, engine.precision, is_compiled=bool(compile)
+        )
     report = parallelize(
         module,
         grid,
@@ -72,7 +74,7 @@ def build_model(
         checkpoint=_local_folder(model.pretrained) if model.pretrained is not None else None,
         seed=seed,
     )
-    return module, report.with_note(attention)
+    return module, report if attention is None else report.with_note(attention)
 
 
 def axes_of(experts: Literal["auto", "cut"] | list[Literal["z"]]) -> Experts:

@@ -13,6 +13,7 @@ from torch import nn
 
 from fourfold.hf.packed_attention import packed_inputs
 from fourfold.mesh.grid import Grid
+from fourfold.parallel.context.chunks import own_tokens
 from fourfold.parallel.loss.cross_entropy import full_logits
 from fourfold.weights.api import evaluating
 
@@ -26,22 +27,26 @@ def check_documents_stay_apart(model: nn.Module, grid: Grid, *, rows: int, vocab
     ``rows``: of a micro-batch. Two small forwards; all ranks of a sharded model have to call it.
     """
     generator = torch.Generator().manual_seed(0)
-    document = math.lcm(DOCUMENT_TOKENS, grid.x, grid.y)  # so that tensor ranks divide the tokens
+    # So that tensor ranks divide the tokens of a rank.
+    chunks = 2 * grid.sequence_ranks
+    document = math.lcm(DOCUMENT_TOKENS, grid.x * chunks, grid.y * chunks)
     ids = torch.randint(vocab_size, (rows, 3 * document), generator=generator)
     # Two documents; the second starts elsewhere in every other row, to detect a row with the mask of another.
     starts = document * (1 + torch.arange(rows) % 2).unsqueeze(1)
     columns = torch.arange(3 * document).expand(rows, -1)
     in_second = columns >= starts
     other = torch.where(in_second, ids, (ids + vocab_size // 2) % vocab_size)
-    packed = packed_inputs(torch.where(in_second, columns - starts, columns), grid.device)
+    positions = own_tokens(torch.where(in_second, columns - starts, columns), grid)
+    packed = packed_inputs(positions, grid.device)
+    compared = own_tokens(in_second, grid).to(grid.device)
     found = []
     with evaluating(model):
         for given in (ids, other):
-            own = model(input_ids=given.to(grid.device), **packed).logits
-            full = full_logits(own, grid, vocab_size=vocab_size, batch=ids.shape)
-            found.append(full[in_second.to(full.device)].float())
+            own = model(input_ids=own_tokens(given, grid).to(grid.device), **packed).logits
+            full = full_logits(own, grid, vocab_size=vocab_size, batch=positions.shape)
+            found.append(full[compared].float())
     logits, changed = found
-    if (logits - changed).abs().max() > TOLERANCE * logits.abs().max():
+    if logits.numel() and (logits - changed).abs().max() > TOLERANCE * logits.abs().max():
         attention = getattr(getattr(model, "config", None), "_attn_implementation", "unknown")
         raise ValueError(
             f"{type(model).__name__} lets documents that share a row attend to each other (attention {attention!r}, {rows} "

@@ -32,6 +32,7 @@ from fourfold.hf.packed_attention import packed_inputs
 from fourfold.mesh.clock import Clock, clock_of
 from fourfold.mesh.grid import Grid
 from fourfold.optim.clip import clip_grad_norm_
+from fourfold.parallel.context.chunks import cut_sequences
 from fourfold.parallel.dropout import seed_ranks
 from fourfold.parallel.loss.cross_entropy import count_labels
 from fourfold.train.loop.experts import ExpertTraining
@@ -108,6 +109,11 @@ class Trainer:
     def __init__(self, run: RunConfig, grid: Grid, callbacks: Sequence[Callback] = ()) -> None:
         # `fourfold train` has chosen by the memory of the devices before.
         run = run.model_copy(update={"engine": run.engine.without_auto()})
+        if grid.sequence_ranks != run.sequence_ranks:
+            raise ValueError(
+                f"the grid has sequence_ranks={grid.sequence_ranks}, and the run config {run.sequence_ranks}; pass "
+                "Grid.create(run.shape, sequence_ranks=run.sequence_ranks)"
+            )
         self.run, self.grid, self.callbacks = run, grid, list(callbacks)
         self.is_first = dist.get_rank() == 0
         self.replicas = (
@@ -120,7 +126,7 @@ class Trainer:
         self.mixture = open_data(run, "train")
         self.loader = Loader(self.mixture, grid, run.sequences, prefetch_batches=run.data.prefetch_batches)
         self.model, self.report = build_model(
-            run.model, run.engine, grid, run.seed, run.data.sequence_length, run.lora, run.experts
+            run.model, run.engine, grid, run.seed, run.own_length, run.lora, run.experts
         )
         self.experts = ExpertTraining(run.experts, self.model, self.report)
         check_documents_stay_apart(
@@ -317,14 +323,19 @@ class Trainer:
 
     def split(self, batch: Batch) -> tuple[Tensor, list[dict[str, Any]]]:
         """(the number of labels in the global batch, this rank's inputs in micro-batches on its device)."""
-        device, rows = self.grid.device, self.micro_batch_rows
-        positions = batch.inputs["position_ids"].split(rows)
+        device, rows, is_cut = self.grid.device, self.micro_batch_rows, self.grid.sequence_ranks > 1
+        given_inputs = batch.inputs
+        if is_cut:
+            ids, labels, own = (given_inputs[name] for name in ("input_ids", "labels", "position_ids"))
+            given_inputs = cut_sequences(ids, self.grid, labels=labels, position_ids=own)
+        positions = given_inputs["position_ids"].split(rows)
         inputs = {
             name: given.to(device, non_blocking=True)
-            for name, given in batch.inputs.items()
+            for name, given in given_inputs.items()
             if name != "position_ids"
         }
-        counted = count_labels(inputs["labels"], self.grid, shift=True, at_least=0)
+        # Those of a cut sequence are shifted already.
+        counted = count_labels(inputs["labels"], self.grid, shift=not is_cut, at_least=0)
         parts = zip(*(given.split(rows) for given in inputs.values()), strict=True)
         return counted, [
             dict(zip(inputs, part, strict=True))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fourfold.mesh.axes import AXES, Axis
+from fourfold.mesh.axes import AXES, Axis, axis_of_mesh
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.workload import from_config
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
@@ -72,7 +72,7 @@ class Meter(Callback):
             yield
         self._exposed_s = dict.fromkeys(AXES, 0.0)
         for entry in entries:
-            self._exposed_s[entry.axis] += entry.exposed_s
+            self._exposed_s[axis_of_mesh(entry.axis)] += entry.exposed_s
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         if not trainer.is_first:

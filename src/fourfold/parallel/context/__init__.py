@@ -1,0 +1,1 @@
+"""Context parallelism: neighbours along z share sequences, each with two chunks of their tokens."""
