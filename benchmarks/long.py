@@ -179,7 +179,11 @@ def check_rank(
         report = ff.parallelize(model, grid, overlap=ff.Overlap(bundle_bytes=256))
         with injected(fault) if fault else nullcontext():
             inputs = chunks.cut_sequences(
-                ids[own], grid, labels=labels[own], position_ids=None if positions is None else positions[own]
+                ids[own],
+                grid,
+                labels=labels[own],
+                position_ids=None if positions is None else positions[own],
+                shift=stock.loss_function.__name__ == "ForCausalLMLoss",
             )
             model(**inputs).loss.backward()
             model.zero_grad()

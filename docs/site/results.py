@@ -79,6 +79,13 @@ CHECKS = {
             "nightly",
         ),
         Check(
+            "ranks that share sequences: every family whose attention uses transformers' interface, and packed documents on up to 8 ranks a sequence, equal to documents one by one; bytes of keys and values",
+            "long",
+            "63 families; loss 1e-5, gradients 1e-4; bytes equal",
+            "nightly",
+            "long:",
+        ),
+        Check(
             "safetensors to a grid, through training, and back",
             "export",
             "weights bit-equal, logits 1e-5",

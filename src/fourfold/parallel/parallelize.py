@@ -250,7 +250,7 @@ def arrange(
             is_compiled=is_compiled and not is_dry,
             offloading=None if kind == "none" else offloading,
         )
-    share_sequences(model, grid)
+    share_sequences(model, grid, guard)
     wrap_model(model, inside, replaced.groups, dropout, guard, tokens, head_loss)
     # Half-batches have sums of their own, and one auxiliary loss.
     balance = balance_loss(model, grid, by_tokens=tokens is not None, is_compiled=is_compiled)

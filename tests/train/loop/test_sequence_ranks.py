@@ -83,7 +83,7 @@ def test_auto_shares_as_little_as_lets_the_batch_divide(values: dict[str, Any]) 
     assert chosen((1, 8, 1, 1), 4 * 16) == 2
     assert chosen((2, 4, 1, 1), 2 * 16) == 4
     with pytest.raises(ConfigError, match=r"do not divide over data\*z = 8"):
-        chosen((1, 8, 1, 1), 3 * 16)
+        chosen((2, 4, 1, 1), 3 * 16)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def cut_sequences(
     labels: Tensor | None = None,
     position_ids: Tensor | None = None,
     document_ids: Tensor | None = None,
+    shift: bool = True,
     ignore_index: int = IGNORE_INDEX,
 ) -> dict[str, Tensor]:
     """What this rank passes to the model of its rows, [rows, length] each: its tokens, their positions and their labels.
@@ -65,6 +66,7 @@ def cut_sequences(
     The rows are whole sequences, `Grid.local_rows` of the global batch. ``labels`` are those of a Hugging Face causal LM, which
     are shifted here, before they are cut: the last token of a chunk predicts the first of the next one. Documents that share a
     row attend to themselves alone: give positions that restart at 0, or a number for each document in ``document_ids``.
+    ``shift=False`` is for models that predict masked tokens at their own place.
     With ``sequence_ranks=1`` the inputs are those of the whole rows.
 
     Example:
@@ -81,17 +83,21 @@ def cut_sequences(
     elif position_ids is None:
         position_ids = torch.arange(length, device=input_ids.device).unsqueeze(0)
     given = {"input_ids": input_ids, "position_ids": position_ids.expand(rows, -1)}
-    if labels is not None:
-        shifted = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[:, 1:]
-        # A model computes its loss where it has labels; which they are says `shift_labels`.
-        given |= {"labels": shifted, "shift_labels": shifted}
+    if labels is not None and shift:
+        given["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[:, 1:]
+    elif labels is not None:
+        given["labels"] = labels
     for name, tensor in given.items():
         if tensor.shape != input_ids.shape:
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} do not match input_ids of shape {tuple(input_ids.shape)}"
             )
-    own = {name: own_tokens(tensor, grid).contiguous() for name, tensor in given.items() if name != "labels"}
-    return own | ({"labels": own["shift_labels"]} if labels is not None else {})
+    own = {name: own_tokens(tensor, grid).contiguous() for name, tensor in given.items()}
+    if "shift_labels" in own:
+        own["labels"] = own[
+            "shift_labels"
+        ]  # a model computes its loss where it has labels; `shift_labels` says which
+    return own
 
 
 def positions_of(document_ids: Tensor) -> Tensor:

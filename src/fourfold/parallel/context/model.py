@@ -16,6 +16,7 @@ from fourfold.hf.packed_attention import set_attention
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.context import attention  # registers it  # noqa: F401
 from fourfold.parallel.context.masks import NAME, Sequences, masks_of
+from fourfold.parallel.loss.cross_entropy import LossGuard
 from fourfold.parallel.options import Options
 
 _ONE_BY_ONE = {
@@ -82,7 +83,7 @@ def _rules_of_rotation(given: Any) -> Iterator[Any]:
             yield from _rules_of_rotation(value)
 
 
-def share_sequences(model: nn.Module, grid: Grid) -> None:
+def share_sequences(model: nn.Module, grid: Grid, guard: LossGuard | None) -> None:
     """Wrap the model's forward: the positions of all ranks make its masks."""
     if grid.sequence_ranks == 1:
         return
@@ -97,7 +98,7 @@ def share_sequences(model: nn.Module, grid: Grid) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_checked
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        _check_inputs(given, name, grid)
+        _check_inputs(given, name, grid, shifts=guard is None or guard.shifts)
         positions: Tensor = given["position_ids"]
         sequences = Sequences.of(name, grid, positions)
         # transformers reads documents off the positions of a rank, where there is no mask of the caller's.
@@ -112,7 +113,7 @@ def share_sequences(model: nn.Module, grid: Grid) -> None:
     model.forward = forward
 
 
-def _check_inputs(given: dict[str, Any], name: str, grid: Grid) -> None:
+def _check_inputs(given: dict[str, Any], name: str, grid: Grid, *, shifts: bool) -> None:
     share = f"sequence_ranks={grid.sequence_ranks}"
     cut = f"pass to {name} what fourfold.cut_sequences returns for the rows of the batch"
     ids, positions = given.get("input_ids"), given.get("position_ids")
@@ -127,8 +128,12 @@ def _check_inputs(given: dict[str, Any], name: str, grid: Grid) -> None:
             f"attention_mask is not supported with {share}: padding at the end of a row needs no mask, only no labels, and documents are "
             f"apart by their positions; {cut}"
         )
-    if given.get("labels") is not None and given.get("shift_labels") is None:
+    if shifts and given.get("labels") is not None and given.get("shift_labels") is None:
         raise ValueError(f"labels are shifted before they are cut, so {share} needs shift_labels: {cut}")
+    if not shifts and given.get("shift_labels") is not None:
+        raise ValueError(
+            f"{name} predicts tokens at their own place: give fourfold.cut_sequences shift=False"
+        )
     if given.get("use_cache") or given.get("past_key_values") is not None:
         raise ValueError(f"use_cache=True is not supported with {share}; generate with another grid")
 

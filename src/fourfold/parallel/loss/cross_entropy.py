@@ -287,14 +287,19 @@ class LossGuard:
         if shift_labels is not None:
             return shift_labels
         assert labels is not None
-        if self._grid.sequence_ranks > 1:
+        if self._grid.sequence_ranks > 1 and self.shifts:
             raise UnsupportedError(
                 f"{self._model} does not pass shift_labels to its loss, and labels of a part of a sequence cannot be shifted; use "
                 f"sequence_ranks=1 instead of {self._grid.sequence_ranks}"
             )
-        if self._stock == "ForCausalLMLoss":
+        if self.shifts:
             return torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         return labels
+
+    @property
+    def shifts(self) -> bool:
+        """Does a position predict the next token, not its own?"""
+        return self._stock == "ForCausalLMLoss"
 
     @property
     def is_known(self) -> bool:
@@ -306,7 +311,7 @@ class LossGuard:
     ) -> LabelCount:
         """The number of labels of the global batch that this loss is averaged over."""
         ignore_index = IGNORE_INDEX if ignore_index is None else ignore_index
-        shift = shift_labels is None and self._stock == "ForCausalLMLoss"
+        shift = shift_labels is None and self.shifts
         given = labels if shift_labels is None else shift_labels
         assert given is not None
         return LabelCount(given, self._grid, shift=shift, ignore_index=ignore_index)
