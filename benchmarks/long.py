@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -150,7 +151,13 @@ def check_rank(
     fault: str | None = None,
 ) -> Outcome:
     """One family on one grid, on this rank: the stock model on whole sequences first, then the parallel one on a part of them."""
-    masks.QUERIES = BLOCK
+    with patch.object(masks, "QUERIES", BLOCK):
+        return _check(name, shape, share, is_packed, fault)
+
+
+def _check(
+    name: str, shape: tuple[int, int, int, int], share: int, is_packed: bool, fault: str | None
+) -> Outcome:
     family = find_family(name)
     try:
         stock = windowed_model(family)
@@ -239,7 +246,11 @@ def documents_rank(
     name: str, shape: tuple[int, int, int, int], share: int, fault: str | None = None
 ) -> float:
     """The largest change of the logits of this rank's tokens of other documents, while the tokens of one document change."""
-    masks.QUERIES = BLOCK
+    with patch.object(masks, "QUERIES", BLOCK):
+        return _documents(name, shape, share, fault)
+
+
+def _documents(name: str, shape: tuple[int, int, int, int], share: int, fault: str | None) -> float:
     model = windowed_model(find_family(name))
     ids = tiny_batch(model, ROWS, LENGTH)["input_ids"]
     grid = Grid.create(shape, sequence_ranks=share, timeout_s=120)

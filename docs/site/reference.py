@@ -159,6 +159,7 @@ SECTIONS = {
     "The grid": ("Grid", "factorisations"),
     "A parallel model": ("parallelize", "Report", "UnsupportedError", "Overlap", "Lora", "full_parameters"),
     "A training step": (
+        "cut_sequences",
         "cross_entropy",
         "count_labels",
         "full_logits",

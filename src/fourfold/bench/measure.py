@@ -136,9 +136,7 @@ class _Timer(Callback):
 
 def _measure(run: RunConfig, until_s: float) -> Bench | None:
     timer = _Timer()
-    trainer = Trainer(
-        run, Grid.create(run.shape, sequence_ranks=run.sequence_ranks), [GarbageCollection(), timer]
-    )
+    trainer = Trainer(run, Grid.create(run.shape), [GarbageCollection(), timer])
     trainer.train()
     step_s = timer.results[-1].seconds
     fitting = int((until_s - time.monotonic()) / step_s) - OBSERVED

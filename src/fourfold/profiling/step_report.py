@@ -116,6 +116,10 @@ def save_run(
     """
     if not reports:
         raise ValueError("0 steps were measured; pass at least 1 report of measure_step")
+    if grid.sequence_ranks > 1:
+        raise ValueError(
+            f"a grid of sequence_ranks={grid.sequence_ranks} cannot be compared with a plan, which does not know it yet"
+        )
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise ValueError(

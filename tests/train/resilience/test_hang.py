@@ -66,6 +66,13 @@ def test_two_stopped_ranks_are_both_named() -> None:
     assert missing(reports, heartbeats) == [1, 5]
 
 
+def test_ranks_that_share_sequences_wait_for_each_other_alone() -> None:
+    reports = {0: status(0, ("sequence", 11))}
+    heartbeats = {r: status(r, doing="data") for r in range(1, 8)}
+    found = find_missing(reports, heartbeats, (1, 8, 1, 1), stale_s=5.0, sequence_ranks=2)
+    assert [m.rank for m in found] == [1]
+
+
 def test_a_live_rank_that_does_not_arrive_is_named() -> None:
     reports = [status(0, ("x", 11))]
     assert missing(reports, [status(1, doing="data")]) == [1]

@@ -114,13 +114,10 @@ class CutMask:
             raise AttributeError(name)
         raise self._unsupported(f"reads {name} of its mask")
 
-    def __getitem__(self, _: Any) -> Any:
-        raise self._unsupported("takes a part of its mask")
+    def _calculate(self, *_: Any) -> Any:
+        raise self._unsupported("calculates with its mask")
 
-    def __add__(self, _: Any) -> Any:
-        raise self._unsupported("adds to its mask")
-
-    __radd__ = __mul__ = __and__ = __or__ = __invert__ = __add__
+    __getitem__ = __add__ = __radd__ = __mul__ = __and__ = __or__ = __invert__ = _calculate
 
     def _unsupported(self, what: str) -> UnsupportedError:
         sequences = self.__dict__["sequences"]

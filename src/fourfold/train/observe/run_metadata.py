@@ -82,6 +82,7 @@ def describe_run(trainer: Trainer) -> str:
         f"{trainer.report.model}, {amount(parameter_count(trainer))} parameters",
         f"{ranks} rank{'s' if ranks > 1 else ''} {grid}",
         f"{run.sequences} x {run.data.sequence_length} tokens per step"
+        + (f", each sequence on {grid.sequence_ranks} ranks" if grid.sequence_ranks > 1 else "")
         + (f" in {count} micro-batches of {trainer.micro_batch_rows}" if count > 1 else ""),
         f"{run.engine.precision} on {device_name(grid.device)}",
     ]

@@ -47,11 +47,19 @@ class Monitor:
     """Monitors one rank from `start` to `stop`."""
 
     def __init__(
-        self, tracker: CollectiveTracker, shape: Sequence[int], folder: Path, main: int, *, ends_process: bool
+        self,
+        tracker: CollectiveTracker,
+        shape: Sequence[int],
+        folder: Path,
+        main: int,
+        *,
+        ends_process: bool,
+        sequence_ranks: int = 1,
     ) -> None:
         global _monitors
         _monitors += 1
         self._tracker, self._shape, self._folder, self._main = tracker, shape, folder, main
+        self._sequence_ranks = sequence_ranks
         self._ends_process = ends_process
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._prefix = f"fourfold/hang/{_monitors}"  # the store is new in each attempt
@@ -160,7 +168,12 @@ class Monitor:
         heartbeats = {r: self._with_age(s) for r in silent if (s := self._read(f"seen/{r}")) is not None}
         # A rank that is starved of CPU time is late with a heartbeat, and not dead.
         stale_s = max(2 * self._heartbeat_s, min(10.0, self.timeout_s / 2))
-        return summarise(find_missing(reports, heartbeats, self._shape, stale_s=stale_s), reports)
+        return summarise(
+            find_missing(
+                reports, heartbeats, self._shape, stale_s=stale_s, sequence_ranks=self._sequence_ranks
+            ),
+            reports,
+        )
 
     def _read(self, key: str) -> RankStatus | None:
         key = f"{self._prefix}/{key}"
@@ -205,7 +218,12 @@ class HangDetector(Callback):
             host_waits=grid.device.type != "cuda",
         )
         monitor = self._monitor = Monitor(
-            tracker, grid.shape, self._folder, threading.get_ident(), ends_process=self._ends_process
+            tracker,
+            grid.shape,
+            self._folder,
+            threading.get_ident(),
+            ends_process=self._ends_process,
+            sequence_ranks=grid.sequence_ranks,
         )
         self._set_timeout(trainer, self._first_s)
         grid.collectives.observers.append(tracker)

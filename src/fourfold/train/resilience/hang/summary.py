@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from fourfold.mesh.axes import AXES, Axis
+from fourfold.mesh.axes import AXES, SEQUENCE, Axis, axis_of_mesh
 from fourfold.train.resilience.hang.status import InFlight, RankStatus
 
 
@@ -24,15 +24,19 @@ class Missing:
     flight: InFlight | None  # the collective in which it waits
 
 
-def axis_group(rank: int, axis: Axis, shape: Sequence[int]) -> list[int]:
-    """The ranks of this rank's process group on an axis.
+def axis_group(rank: int, axis: Axis, shape: Sequence[int], sequence_ranks: int = 1) -> list[int]:
+    """The ranks of this rank's process group on an axis; ``sequence_ranks`` are those of z that share sequences.
 
     Example:
         >>> axis_group(5, "z", (1, 2, 2, 2)), axis_group(5, "x", (1, 2, 2, 2))
         ([1, 5], [4, 5])
+        >>> axis_group(5, "sequence", (1, 8, 1, 1), sequence_ranks=2)
+        [4, 5]
     """
-    place = AXES.index(axis)
+    place = AXES.index(axis_of_mesh(axis))
     size, stride = shape[place], prod(shape[place + 1 :])
+    if axis == SEQUENCE:
+        size = sequence_ranks
     first = rank - rank // stride % size * stride
     return [first + i * stride for i in range(size)]
 
@@ -43,6 +47,7 @@ def find_missing(
     shape: Sequence[int],
     *,
     stale_s: float,
+    sequence_ranks: int = 1,
 ) -> list[Missing]:
     """The ranks that all others wait for.
 
@@ -63,7 +68,7 @@ def find_missing(
             continue
         done.add(rank)
         flight = status.in_flight[0]
-        for peer in axis_group(rank, flight.axis, shape):
+        for peer in axis_group(rank, flight.axis, shape, sequence_ranks):
             if peer == rank:
                 continue
             other = reports.get(peer) or heartbeats.get(peer)
