@@ -66,7 +66,8 @@ def windowed_model(family: Family) -> Any:
     model = tiny_model(family)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        if getattr(config, "sliding_window", None):
+        # Not by getattr, which raises where the layers of a configuration have windows of their own.
+        if getattr(config, "__dict__", {}).get("sliding_window"):
             config.sliding_window = WINDOW
         if isinstance(getattr(module, "sliding_window", None), int):
             module.sliding_window = WINDOW

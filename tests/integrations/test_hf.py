@@ -19,6 +19,7 @@ from fourfold.integrations.hf import GridAccelerator, trainer
 from fourfold.integrations.hf.arguments import DPO_FIELDS, FIELDS, translate
 from fourfold.mesh.axes import AXES
 from fourfold.mesh.grid import Grid
+from tests.models import build
 
 FIRST, SECOND = (1, 2, 1, 2), (1, 1, 2, 2)
 
@@ -59,6 +60,20 @@ def test_the_defaults_are_taken() -> None:
     assert options == {}
     assert args.data_seed == args.seed == 42
     assert args.accelerator_config.dispatch_batches is False
+
+
+def refusal_of_shared_sequences() -> str:
+    grid = Grid.create((1, 2, 1, 1), sequence_ranks=2)
+    try:
+        trainer(Trainer)(model=build("llama"), args=given(), grid=grid)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_sequences_that_ranks_share_are_refused(pool: RankPool) -> None:
+    for said in pool.run(refusal_of_shared_sequences, 2):
+        assert said.startswith("sequence_ranks=2 is not supported in trainers of other libraries")
 
 
 @pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.verdict == "refused"])
