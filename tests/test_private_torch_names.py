@@ -128,6 +128,7 @@ NOT_TORCH = {
     "_attn_implementation": "a configuration of transformers",
     "_supports_flex_attn": "a model of transformers",
     "_supports_sdpa": "a model of transformers",
+    "_supports_attention_backend": "a model of transformers",
     "_init_weights": "a model of transformers",
     "_reset_parameters": "a module's own",
     "_get_num_items_in_batch": "transformers.Trainer",
