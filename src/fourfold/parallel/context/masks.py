@@ -152,7 +152,10 @@ def _make_mask(
 ) -> CutMask:
     """For transformers' registry of ways to make a mask."""
     sequences: Sequences | None = getattr(_current, "sequences", None)
-    assert sequences is not None, "the model's forward sets it"
+    if sequences is None:
+        raise UnsupportedError(
+            "a part of a model whose ranks share sequences was called on its own; call the model, which knows the positions of all ranks"
+        )
     if use_vmap or not (allow_is_causal_skip or allow_is_bidirectional_skip):
         # transformers allows to leave a mask out where nothing but places decides: no blocks of images, no function of the model's.
         raise UnsupportedError(
