@@ -54,6 +54,23 @@ def test_other_models_are_exact(pool: RankPool, kind: str) -> None:
     assert_exact(pool.run(train, 4, (1, 2, 1, 2), 2, kind))
 
 
+def is_interleaved() -> tuple[bool, bool]:
+    """(are half-batches to alternate, did each gather the positions of its rows)."""
+    grid = Grid.create((1, 2, 1, 2), sequence_ranks=2)
+    ids, labels, positions = sample(2)
+    model = build("llama")
+    report = ff.parallelize(model, grid)
+    inputs = ff.cut_sequences(ids, grid, labels=labels, position_ids=positions)
+    with grid.collectives.counting() as entries:
+        model(**inputs)
+    calls = sum(e.calls for e in entries if e.purpose == "positions")
+    return report.interleaved, calls >= 2
+
+
+def test_half_batches_of_a_cut_batch_alternate(pool: RankPool) -> None:
+    assert pool.run(is_interleaved, 4) == [(True, True)] * 4
+
+
 def train_in_micro_batches(weights: str, accumulation: str) -> tuple[float, float]:
     grid = Grid.create((1, 2, 1, 1), sequence_ranks=2)
     ids, labels, positions = sample(4)
