@@ -48,6 +48,7 @@ _BY_ROW = (
     "token_type_ids",
     "labels",
     "shift_labels",
+    "row_checksums",
 )
 
 

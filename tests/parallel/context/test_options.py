@@ -240,6 +240,11 @@ def wrong_batches() -> list[str]:
             found.append("")
         except ValueError as error:
             found.append(str(error))
+    others = ff.cut_sequences(ids.roll(grid.coordinate("z"), 0), grid)  # each rank reads other rows
+    try:
+        model(**others)
+    except ValueError as error:
+        found.append(str(error))
     try:
         model.model(input_ids=cut["input_ids"], position_ids=cut["position_ids"])
     except ff.UnsupportedError as error:
@@ -254,7 +259,8 @@ def test_a_batch_that_is_not_cut_is_refused(pool: RankPool) -> None:
             "the positions of the 2 ranks",
             "labels are shifted before",
             "attention_mask is not",
+            "the 2 ranks that share sequences cut different rows",
             "a part of a model",
         )
         assert all(said.startswith(begin) for said, begin in zip(found, begins, strict=True)), found
-        assert all("fourfold.cut_sequences" in said for said in found[:-1])
+        assert all("fourfold.cut_sequences" in said for said in found[:-2])

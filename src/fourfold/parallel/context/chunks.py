@@ -66,6 +66,7 @@ def cut_sequences(
     The rows are whole sequences, `Grid.local_rows` of the global batch. ``labels`` are those of a Hugging Face causal LM, which
     are shifted here, before they are cut: the last token of a chunk predicts the first of the next one. Documents that share a
     row attend to themselves alone: give positions that restart at 0, or a number for each document in ``document_ids``.
+    A checksum of each row lets the model's forward find ranks that read different ones.
     ``shift=False`` is for models that predict masked tokens at their own place.
     With ``sequence_ranks=1`` the inputs are those of the whole rows.
 
@@ -94,10 +95,17 @@ def cut_sequences(
             )
     own = {name: own_tokens(tensor, grid).contiguous() for name, tensor in given.items()}
     if "shift_labels" in own:
-        own["labels"] = own[
-            "shift_labels"
-        ]  # a model computes its loss where it has labels; `shift_labels` says which
+        # A model computes its loss where it has labels; `shift_labels` says which they are.
+        own["labels"] = own["shift_labels"]
+    if grid.sequence_ranks > 1:
+        own["row_checksums"] = _checksums(input_ids)
     return own
+
+
+def _checksums(input_ids: Tensor) -> Tensor:
+    """A number for each row, which changes with its tokens and their order."""
+    places = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
+    return (input_ids.long() * places * 2_654_435_761).sum(1)
 
 
 def positions_of(document_ids: Tensor) -> Tensor:

@@ -50,12 +50,18 @@ class Sequences:
     called: set[nn.Module] = field(default_factory=set)
 
     @staticmethod
-    def of(model: str, grid: Grid, own_positions: Tensor) -> Sequences:
-        """From the positions of each rank's tokens, [rows, own length]."""
-        ranks = grid.sequence_ranks
-        gathered = own_positions.new_empty(ranks, *own_positions.shape)
-        grid.collectives.all_gather(gathered, own_positions.contiguous(), "sequence", "positions").wait()
-        positions = in_order(gathered, 1)
+    def of(model: str, grid: Grid, own_positions: Tensor, checksums: Tensor | None = None) -> Sequences:
+        """From the positions of each rank's tokens, [rows, own length]; ``checksums`` are those of the whole rows."""
+        ranks, size = grid.sequence_ranks, own_positions.shape[1]
+        own = own_positions if checksums is None else torch.cat([own_positions, checksums.unsqueeze(1)], 1)
+        gathered = own.new_empty(ranks, *own.shape)
+        grid.collectives.all_gather(gathered, own.contiguous(), "sequence", "positions").wait()
+        if checksums is not None and bool((gathered[..., size:] != checksums.unsqueeze(1)).any()):
+            raise ValueError(
+                f"the {ranks} ranks that share sequences cut different rows, so that {model} would attend to tokens of other rows: "
+                "let them read the same ones, those of Grid.local_rows or of Grid.batch_rank"
+            )
+        positions = in_order(gathered[..., :size], 1)
         begins = torch.nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
         if bool((positions[begins] != 0).any()):
             raise ValueError(

@@ -100,7 +100,7 @@ def share_sequences(model: nn.Module, grid: Grid, guard: LossGuard | None) -> No
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         _check_inputs(given, name, grid, shifts=guard is None or guard.shifts)
         positions: Tensor = given["position_ids"]
-        sequences = Sequences.of(name, grid, positions)
+        sequences = Sequences.of(name, grid, positions, given.pop("row_checksums", None))
         # transformers reads documents off the positions of a rank, where there is no mask of the caller's.
         given["attention_mask"] = torch.ones_like(positions)
         with masks_of(sequences):
