@@ -498,6 +498,11 @@ class RunConfig(Section):
                 "engine.activation_checkpointing='auto', whose formulas of memory do not know it,",
                 "use 'full', 'selective' or 'none'",
             ),
+            (
+                self.experts.reads_routers,
+                "[experts], which was not tested with it,",
+                "leave the auxiliary loss, the bias and load_metrics out",
+            ),
             (self.engine.attention != "auto", f"engine.attention={self.engine.attention!r}", "use 'auto'"),
         ):
             if is_given:

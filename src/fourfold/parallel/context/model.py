@@ -66,6 +66,8 @@ def _why_not(model: nn.Module) -> Iterator[str]:
     for rule in _rules_of_rotation(getattr(text, "rope_parameters", None)):
         if rule in _BY_LENGTH:
             yield f"its rotations ({rule}) depend on the longest position of a rank's batch"
+    if getattr(text, "output_router_logits", False):
+        yield "its auxiliary loss (output_router_logits) was not tested with them"
     if getattr(text, "attn_temperature_tuning", False):
         yield "it scales queries by their places in a rank's batch (attn_temperature_tuning)"
     towers = idle_towers(model)
@@ -134,6 +136,8 @@ def _check_inputs(given: dict[str, Any], name: str, grid: Grid, *, shifts: bool)
         raise ValueError(
             f"{name} predicts tokens at their own place: give fourfold.cut_sequences shift=False"
         )
+    if given.get("output_router_logits"):
+        raise ValueError(f"output_router_logits=True is not supported with {share}; leave it out")
     if given.get("use_cache") or given.get("past_key_values") is not None:
         raise ValueError(f"use_cache=True is not supported with {share}; generate with another grid")
 
