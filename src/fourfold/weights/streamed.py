@@ -347,7 +347,7 @@ class StreamedWeights:
 
     def _take_gradient(self, weight: StreamedWeight) -> None:
         """Start to reduce the gradient of a weight."""
-        gradient = weight.pop_gradient(keep=not self._is_last and self._accumulation == "whole")
+        gradient = self._pop_gradient(weight)
         if not weight.is_small and not weight.is_alias:
             weight.release()
         if gradient is None:
@@ -374,6 +374,9 @@ class StreamedWeights:
         self._summing.append(item)
         if not self._overlap.gradients:
             self._scatter_sums()
+
+    def _pop_gradient(self, weight: StreamedWeight) -> Tensor | None:
+        return weight.pop_gradient(keep=not self._is_last and self._accumulation == "whole")
 
     def _sum_parts(self, parts: Tensor, axes: Sequence[Axis], name: str) -> Pending:
         pending = Pending()
@@ -491,6 +494,8 @@ class StreamedWeights:
         self._summing.clear()
         self._scattering.clear()
         self._reducing.clear()
+        for weight in self._arrived:
+            self._pop_gradient(weight)  # so that the next step has none of it
         self._arrived.clear()
         self._complete.clear()
         self._in_backward = self._in_forward = False

@@ -33,6 +33,7 @@ def load_metrics(counts: Tensor, experts: list[int], expected: int) -> dict[str,
     """Of the choices of each layer and expert, [layers, experts]; ``expected``: how many choices the tokens had.
 
     Example:
+        >>> import torch
         >>> counts = torch.tensor([[4, 4, 4, 4], [10, 2, 4, 0]])
         >>> load_metrics(counts, [4, 4], 32)["expert_load"]
         2.5
