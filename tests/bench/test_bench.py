@@ -32,6 +32,7 @@ def found(pool: RankPool, run: RunConfig) -> Bench:
     return first
 
 
+@pytest.mark.nightly
 def test_the_least_number_of_steps_is_timed(found: Bench) -> None:
     assert len(found.seconds) == measure.LEAST  # no time was left for more
     assert 0 < found.exposed_s["z"] < sum(found.seconds)

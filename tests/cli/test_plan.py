@@ -195,6 +195,7 @@ def test_a_run_config_that_was_planned_is_planned_anew(run_config, capsys):
     assert load_run(run_config).grid.size == 64
 
 
+@pytest.mark.nightly
 def test_compiled_blocks_are_priced_by_formulas_alone(run_config, capsys, tmp_path):
     file = tmp_path / "plan"
     words = ["plan", str(run_config), "--cluster", "dgx-h100", "--gpus", "8", "--json", str(file)]

@@ -70,7 +70,7 @@ def memory(run: DryRun) -> list[float]:
 @pytest.mark.parametrize(
     ("checkpointing", "activations", "weights"),
     [
-        ("none", "replicated", "fsdp2"),
+        pytest.param("none", "replicated", "fsdp2", marks=pytest.mark.nightly),
         pytest.param("full", "sequence-parallel", "streamed", marks=pytest.mark.nightly),
         pytest.param("none", "replicated", "streamed", marks=pytest.mark.nightly),
         pytest.param("full", "replicated", "streamed", marks=pytest.mark.nightly),

@@ -125,6 +125,7 @@ def work(shape: Shape, options: dict[str, Any]) -> None:
     assert found[0] == found[1], "\n".join(map(str, found[0] ^ found[1]))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

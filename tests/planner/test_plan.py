@@ -45,6 +45,7 @@ def test_the_first_layouts_are_simulated_and_ranked_by_simulated_time(found):
     assert not any(e.is_simulated for e in found.ranked[len(simulated) :])
 
 
+@pytest.mark.nightly
 def test_parts_of_a_simulated_step_add_up_to_the_step(found):
     for estimate in found.ranked:
         parts = sum(estimate.compute_s.values()) + sum(estimate.exposed_s.values())

@@ -71,7 +71,10 @@ def test_other_grids(pool: RankPool, shape: Shape, activations: str) -> None:
     "options",
     [
         {"weights": "fsdp2", "activation_checkpointing": "full"},
-        {"weights": "streamed", "activation_checkpointing": "selective", "accumulation": "sharded"},
+        pytest.param(
+            {"weights": "streamed", "activation_checkpointing": "selective", "accumulation": "sharded"},
+            marks=pytest.mark.nightly,
+        ),
         pytest.param({"weights": "fsdp2", "accumulation": "sharded"}, marks=pytest.mark.nightly),
         pytest.param(
             {"weights": "streamed", "activation_checkpointing": "full", "chunked_loss": False},

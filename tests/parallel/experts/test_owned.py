@@ -94,14 +94,21 @@ REPLICATED = {"activations": "replicated"}
     ("shape", "options", "micro_batches"),
     [
         ((1, 2, 1, 1), {"weights": "fsdp2"}, 2),
-        ((2, 2, 1, 1), {"weights": "streamed", "accumulation": "sharded"}, 2),
+        pytest.param(
+            (2, 2, 1, 1), {"weights": "streamed", "accumulation": "sharded"}, 2, marks=pytest.mark.nightly
+        ),
         ((2, 2, 1, 1), {"weights": "fsdp2", "accumulation": "sharded"}, 2),
         # Their inner features sharded as well; streamed, two half-batches alternate.
         ((1, 2, 1, 2), {"weights": "streamed", **SEQUENCE}, 1),
-        ((1, 2, 2, 1), {"weights": "streamed", **REPLICATED}, 2),
+        pytest.param((1, 2, 2, 1), {"weights": "streamed", **REPLICATED}, 2, marks=pytest.mark.nightly),
         ((1, 2, 2, 1), {"weights": "fsdp2", **SEQUENCE}, 1),
         # Recomputed blocks.
-        ((1, 2, 1, 1), {"weights": "streamed", "activation_checkpointing": "full"}, 2),
+        pytest.param(
+            (1, 2, 1, 1),
+            {"weights": "streamed", "activation_checkpointing": "full"},
+            2,
+            marks=pytest.mark.nightly,
+        ),
         ((1, 2, 1, 1), {"weights": "fsdp2", "activation_checkpointing": "selective"}, 1),
         ((1, 2, 1, 2), {"weights": "streamed", "activation_checkpointing": "selective", **SEQUENCE}, 1),
     ],

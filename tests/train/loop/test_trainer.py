@@ -107,6 +107,7 @@ class RunLayout(Callback):
         self.layout = Layout(**run_metadata(trainer)["layout"])
 
 
+@pytest.mark.nightly
 def test_sequence_parallel_activations_train_evaluate_and_save_alike(pool: RankPool, tmp_path: Path) -> None:
     values = write_run(tmp_path)
     found = {}
