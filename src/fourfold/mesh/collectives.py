@@ -328,6 +328,12 @@ class Collectives:
         assert flight is not None
         return Pending(work, tensors, finish, lambda _: self._wait_observed(work, flight))
 
+    def wait(self, pending: Pending, *, in_turns: bool) -> None:
+        """Wait for a collective; ``in_turns``: where two half-batches alternate, the other one computes first."""
+        if in_turns and self.interleaving is not None:
+            self.interleaving.switch()
+        pending.wait()
+
     def all_reduce(
         self,
         tensor: Tensor,

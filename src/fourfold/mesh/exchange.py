@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fourfold.mesh.axes import Axis
-from fourfold.mesh.collectives import Collectives, Pending, Purpose, by_number
+from fourfold.mesh.collectives import Collectives, Purpose, by_number
 from fourfold.mesh.grid import Grid
-from fourfold.mesh.kept import block_results
+from fourfold.mesh.kept import computed_once
 from fourfold.mesh.operators import traced
 
 
@@ -33,7 +33,7 @@ class _Exchange:
         pending = self.collectives.all_gather(
             whole, own.contiguous(), self.axis, self.purpose, module=self.name
         )
-        self._wait(pending, in_forward)
+        self.collectives.wait(pending, in_turns=in_forward)
         return whole.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
 
     def reduce_scatter(self, parts: Tensor, *, in_forward: bool) -> Tensor:
@@ -41,13 +41,8 @@ class _Exchange:
         by_rank = by_rank.movedim(self.dim, 0).contiguous()
         own = by_rank.new_empty(by_rank.shape[1:])
         pending = self.collectives.reduce_scatter(own, by_rank, self.axis, self.purpose, module=self.name)
-        self._wait(pending, in_forward)
+        self.collectives.wait(pending, in_turns=in_forward)
         return own
-
-    def _wait(self, pending: Pending, in_forward: bool) -> None:
-        if in_forward and self.collectives.interleaving is not None:
-            self.collectives.interleaving.switch()
-        pending.wait()
 
 
 class _Gather(torch.autograd.Function):
@@ -67,13 +62,7 @@ class _GatherForAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, exchange: _Exchange, place: int) -> Tensor:
         ctx.exchange, ctx.place = exchange, place
-        results = block_results()
-        if results is not None and (known := results.known(own.device)) is not None:
-            return known[0]
-        whole = exchange.all_gather(own, in_forward=True)
-        if results is not None:
-            results.keep([whole])
-        return whole
+        return computed_once(own.device, lambda: exchange.all_gather(own, in_forward=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -86,13 +75,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        results = block_results()
-        if results is not None and (known := results.known(parts.device)) is not None:
-            return known[0]
-        own = exchange.reduce_scatter(parts, in_forward=True)
-        if results is not None:
-            results.keep([own])
-        return own
+        return computed_once(parts.device, lambda: exchange.reduce_scatter(parts, in_forward=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

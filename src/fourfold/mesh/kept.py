@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -50,6 +50,18 @@ _mine = threading.local()  # half-batches run in threads, and backward in one of
 def block_results() -> BlockResults | None:
     """Those of the block whose forward runs, or runs again; None outside of recomputed blocks."""
     return getattr(_mine, "results", None)
+
+
+def computed_once(device: torch.device, compute: Callable[[], Tensor]) -> Tensor:
+    """What ``compute`` returns. In a block that runs again, what it has returned before, where that is kept or only its shape is needed."""
+    results = block_results()
+    if results is None:
+        return compute()
+    if (known := results.known(device)) is not None:
+        return known[0]
+    made = compute()
+    results.keep([made])
+    return made
 
 
 class BlockResults:

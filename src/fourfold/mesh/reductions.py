@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.collectives import Collectives, Pending, Purpose, by_number
-from fourfold.mesh.kept import block_results
+from fourfold.mesh.kept import computed_once
 from fourfold.mesh.operators import traced
 
 Gradients = Sequence[Tensor | None]
@@ -80,17 +80,14 @@ class _Sum(torch.autograd.Function):
         ctx.module, ctx.deferred = module, deferred
         if not in_forward:
             return tensor.view_as(tensor)
-        results = block_results()
-        if results is not None and (known := results.known(tensor.device)) is not None:
-            return known[0]
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        pending = collectives.all_reduce(total, axis, purpose, module=module)
-        if collectives.interleaving is not None and _is_large(purpose):
-            collectives.interleaving.switch()
-        pending.wait()
-        if results is not None:
-            results.keep([total])
-        return total
+
+        def total() -> Tensor:
+            parts = tensor.clone(memory_format=torch.contiguous_format)
+            pending = collectives.all_reduce(parts, axis, purpose, module=module)
+            collectives.wait(pending, in_turns=_is_large(purpose))
+            return parts
+
+        return computed_once(tensor.device, total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:

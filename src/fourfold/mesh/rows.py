@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.mesh.axes import Axis
-from fourfold.mesh.collectives import Collectives, Pending, Purpose
-from fourfold.mesh.kept import block_results
+from fourfold.mesh.collectives import Collectives, Purpose
+from fourfold.mesh.kept import computed_once
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _RowExchange:
         pending = self.collectives.all_to_all_rows(
             arrived[:count], outgoing, sent, received, self.axis, self.purpose, module=self.name
         )
-        _wait(self.collectives, pending, in_forward)
+        self.collectives.wait(pending, in_turns=in_forward)
         return arrived
 
 
@@ -53,13 +53,7 @@ class _SendRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _RowExchange) -> Tensor:
         ctx.exchange = exchange
-        results = block_results()
-        if results is not None and (known := results.known(rows.device)) is not None:
-            return known[0]
-        arrived = exchange.send(rows, in_forward=True)
-        if results is not None:
-            results.keep([arrived])
-        return arrived
+        return computed_once(rows.device, lambda: exchange.send(rows, in_forward=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -70,15 +64,14 @@ class _SendRows(torch.autograd.Function):
 
 def exchange_counts(counts: Tensor, collectives: Collectives, axis: Axis, name: str = "") -> Tensor:
     """``counts[i]`` is what this rank says to rank i; the result has what they say to this one."""
-    results = block_results()
-    if results is not None and (known := results.known(counts.device)) is not None:
-        return known[0]
-    told = torch.empty_like(counts)
-    pending = collectives.all_to_all(told, counts.contiguous(), axis, "counts", module=name)
-    _wait(collectives, pending, in_forward=True)
-    if results is not None:
-        results.keep([told])
-    return told
+
+    def exchange() -> Tensor:
+        told = torch.empty_like(counts)
+        pending = collectives.all_to_all(told, counts.contiguous(), axis, "counts", module=name)
+        collectives.wait(pending, in_turns=True)
+        return told
+
+    return computed_once(counts.device, exchange)
 
 
 def sizes_of(counts: Tensor, told: Tensor, collectives: Collectives, axis: Axis, total: int) -> RowSizes:
@@ -103,9 +96,3 @@ def send_rows(
     """
     exchange = _RowExchange(collectives, axis, sizes, purpose, name)
     return cast(Tensor, _SendRows.apply(rows, exchange))  # type: ignore[no-untyped-call]
-
-
-def _wait(collectives: Collectives, pending: Pending, in_forward: bool) -> None:
-    if in_forward and collectives.interleaving is not None:
-        collectives.interleaving.switch()
-    pending.wait()

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from fourfold.errors import UnsupportedError
 from fourfold.hf.packed_attention import KNOWN, KNOWN_TO_FLEX
 from fourfold.mesh.collectives import Collectives
-from fourfold.mesh.kept import block_results
+from fourfold.mesh.kept import computed_once
 from fourfold.parallel.context.chunks import by_rank, in_order
 from fourfold.parallel.context.masks import NAME, CutMask
 
@@ -76,9 +76,7 @@ class _Work:
         own = torch.cat([key, value], dim=-1)
         gathered = own.new_empty(self.collectives.size("sequence"), *own.shape)
         pending = self.collectives.all_gather(gathered, own, "sequence", "keys-values", module=self.name)
-        if in_forward and self.collectives.interleaving is not None:
-            self.collectives.interleaving.switch()
-        pending.wait()
+        self.collectives.wait(pending, in_turns=in_forward)
         keys, values = in_order(gathered, 2).split([key.shape[-1], value.shape[-1]], dim=-1)
         return keys, values
 
@@ -114,19 +112,16 @@ class _CutAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.work = work
         ctx.save_for_backward(query, key, value, sinks)
-        results = block_results()
-        if results is not None and (known := results.known(query.device)) is not None:
-            return known[0]
-        keys, values = work.gather(key, value, in_forward=True)
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        for own, queries, needed in work.mask.blocks():
-            mask = work.mask.of(queries, needed)
-            out[:, :, own] = work.attend(
-                query[:, :, own], keys[:, :, needed], values[:, :, needed], sinks, mask
-            )
-        if results is not None:
-            results.keep([out])
-        return out
+
+        def attend() -> Tensor:
+            keys, values = work.gather(key, value, in_forward=True)
+            out = query.new_empty(*query.shape[:-1], value.shape[-1])
+            for own, queries, needed in work.mask.blocks():
+                read = (query[:, :, own], keys[:, :, needed], values[:, :, needed])
+                out[:, :, own] = work.attend(*read, sinks, work.mask.of(queries, needed))
+            return out
+
+        return computed_once(query.device, attend)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -79,9 +79,10 @@ class _ChunkedLoss(torch.autograd.Function):
         wants: tuple[bool, bool],
     ) -> Tensor:
         wants_input, wants_weight = wants
+        collectives = product.collectives
         own = input.reshape(-1, input.shape[-1])
         gathered, pending = product.gather(own, product.out_axis, product.enter, "activation")
-        _wait(product, pending)
+        collectives.wait(pending, in_turns=True)
         (full,) = gathered
         block = weight.t() if product.transposed else weight
         leave = product.leaves[0]
@@ -102,11 +103,11 @@ class _ChunkedLoss(torch.autograd.Function):
             logits = torch.mm(part, block.t())
             if groups > 1:
                 kept = logits.new_empty(logits.shape[0] // groups, logits.shape[1])
-                _wait(product, product.reduce(kept, logits, product.in_axis, leave))
+                collectives.wait(product.reduce(kept, logits, product.in_axis, leave), in_turns=True)
                 logits = kept
                 del kept
             elif product.in_ranks > 1:
-                _wait(product, product.reduce(logits, logits, product.in_axis, leave))
+                collectives.wait(product.reduce(logits, logits, product.in_axis, leave), in_turns=True)
             label = labels[mine, begin : begin + size]
             total += _token_losses(logits, label, first, ignore_index, share, product, piece, any(wants))
             if not any(wants):
@@ -116,10 +117,10 @@ class _ChunkedLoss(torch.autograd.Function):
             if groups > 1:
                 whole = gradient.new_empty(gradient.shape[0] * groups, gradient.shape[1])
                 axis = cast(Axis, product.in_axis)
-                _wait(
-                    product,
-                    product.collectives.all_gather(whole, gradient, axis, "activation", module=product.name),
+                gathered_again = collectives.all_gather(
+                    whole, gradient, axis, "activation", module=product.name
                 )
+                collectives.wait(gathered_again, in_turns=True)
                 gradient = whole
                 del whole
             is_last = begin + size >= tokens.shape[1]
@@ -134,7 +135,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if weight_gradient is not None and product.transposed:
             weight_gradient = weight_gradient.t()
         if input_gradient is not None:
-            _wait(product, pending)
+            collectives.wait(pending, in_turns=True)
             input_gradient = scattered.view(input.shape)
         ctx.save_for_backward(input_gradient, weight_gradient)
         return total
@@ -193,13 +194,6 @@ def _start_to_reduce(product: Product, parts: Tensor, own: Tensor) -> tuple[Tens
     is_cut = product.enter == "tokens" and product.out_ranks > 1
     scattered = torch.empty_like(own) if is_cut else parts
     return scattered, product.reduce(scattered, parts, product.out_axis, product.enter)
-
-
-def _wait(product: Product, pending: Pending) -> None:
-    interleaving = product.collectives.interleaving
-    if interleaving is not None:
-        interleaving.switch()  # the other half-batch runs meanwhile
-    pending.wait()
 
 
 def _token_losses(

@@ -204,11 +204,8 @@ def sharded_product(
 
 
 def gathered_input(product: Product, own: Tensor) -> Tensor:
-    interleaving = product.collectives.interleaving
     full, pending = product.gather(own, product.out_axis, product.enter, "activation")
-    if interleaving is not None and product.enter != "whole" and product.out_ranks > 1:
-        interleaving.switch()
-    pending.wait()
+    product.collectives.wait(pending, in_turns=product.enter != "whole" and product.out_ranks > 1)
     return full
 
 
