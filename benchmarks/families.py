@@ -21,7 +21,8 @@ or stays; the row says so.
 
 With --compile everything is on: blocks compiled, each as one graph (by aot_eager, without code generation), selective recomputation, and two
 micro-batches whose gradients are accumulated in shards. A break of a graph, or one that is made after the second step, is a defect. A
-family whose blocks cannot be compiled is refused, with the reason.
+family whose blocks cannot be compiled is refused, with the reason. Every rank traces every block, so grids have four ranks here: one with z
+and x, and by tokens one with y and x.
 
 With --experts z, ranks of z own experts and tokens are sent to them: families whose plan has experts, on three grids.
 """
@@ -51,18 +52,22 @@ from fourfold.parallel.parallelize import parallelize
 from fourfold.weights.api import no_sync
 from fourfold.weights.overlap import Overlap
 
-GRIDS = ((1, 2, 2, 2), (1, 1, 2, 4))
-RANKS = 8
+Shape = tuple[int, int, int, int]
+GRIDS: tuple[Shape, ...] = ((1, 2, 2, 2), (1, 1, 2, 4))
 # Where the tensor axes are refused, z and data alone are tried.
-WITHOUT_TENSOR_AXES = (2, 2, 1, 1)
+WITHOUT_TENSOR_AXES: Shape = (2, 2, 1, 1)
 EVERYTHING: dict[str, Any] = {
     "compile": True,
     "activation_checkpointing": "selective",
     "accumulation": "sharded",
 }
+COMPILED_GRIDS: dict[Activations, tuple[Shape, ...]] = {
+    "replicated": ((1, 2, 1, 2),),
+    "sequence-parallel": ((1, 1, 2, 2),),
+}
 # Experts that z ranks own.
 OWNED: dict[str, Any] = {"experts": ("z",)}
-OWNED_GRIDS = ((1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 2))
+OWNED_GRIDS: tuple[Shape, ...] = ((1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 2))
 WITHOUT_LOSS = ("diffusion_gemma", "embedding_gemma2", "muse_glimmer_assistant")
 LOSS_BAR = 1e-5
 GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
@@ -97,7 +102,7 @@ class Outcome:
 
 def check_rank(
     name: str,
-    shape: tuple[int, int, int, int],
+    shape: Shape,
     activations: Activations = "replicated",
     options: dict[str, Any] | None = None,
 ) -> Outcome:
@@ -118,7 +123,7 @@ def check_rank(
     largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
 
     model = tiny_model(family)
-    grid = Grid.create(shape, timeout_s=60)
+    grid = Grid.create(shape, timeout_s=300)  # while one rank traces, the others wait
     parts = _own_parts(batch, grid, 1 if not options or options == OWNED else 2)
     graphs = _Graphs()
     try:
@@ -278,10 +283,10 @@ def check(
     return worst
 
 
-def _grids(activations: Activations, options: dict[str, Any] | None) -> tuple[tuple[int, int, int, int], ...]:
+def _grids(activations: Activations, options: dict[str, Any] | None) -> tuple[Shape, ...]:
     if options == OWNED:
         return OWNED_GRIDS if activations == "replicated" else OWNED_GRIDS[-1:]
-    return GRIDS[:1] if options else GRIDS  # to compile takes long
+    return COMPILED_GRIDS[activations] if options else GRIDS
 
 
 def _beside(pool: RankPool, family: Family, refused: Outcome) -> Outcome:
@@ -331,15 +336,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             f"with {', '.join(f'{name}={value}' for name, value in given.items())}, two micro-batches, aot_eager"
         )
+    grids = {activations: _grids(activations, given) for activations in ("replicated", "sequence-parallel")}
     print(
-        f"grids {OWNED_GRIDS if options.experts else GRIDS}, loss within {LOSS_BAR:g}, gradients within {GRADIENT_BAR:g} of their own maximum; Gloo on CPU, fp32"
+        f"grids {grids['replicated']}, by tokens {grids['sequence-parallel']}, loss within {LOSS_BAR:g}, gradients within {GRADIENT_BAR:g} of their own maximum; Gloo on CPU, fp32"
     )
+    ranks = max(math.prod(shape) for shapes in grids.values() for shape in shapes)
     start_s = time.perf_counter()
     outcomes: dict[str, Outcome] = {}
     by_tokens: dict[str, Outcome] = {}
     short: list[str] = []
     torch.set_num_threads(1)
-    with RankPool(RANKS, quiet=True) as pool:
+    with RankPool(ranks, quiet=True) as pool:
         for family in chosen:
             outcome = check(pool, family, options=given)
             outcomes[family.name] = outcome

@@ -85,6 +85,9 @@ class TracedCollectives:
     def size(self, axis: Axis) -> int:
         return by_number[self.number].size(axis)
 
+    def wait(self, pending: Pending, *, in_turns: bool) -> None:
+        pending.wait()
+
     def all_reduce(
         self,
         tensor: Tensor,
