@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -72,6 +74,15 @@ MODELS: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
     ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA_LIKE),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, LLAMA_LIKE | {"head_dim": 8}),
+    # Whose first layer has linear attention, with twice as many heads of values as of keys.
+    "qwen3_5": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        LLAMA_LIKE
+        | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
     "qwen3_moe": (
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,

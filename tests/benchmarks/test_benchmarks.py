@@ -52,7 +52,7 @@ def test_a_planted_fault_is_found(pool, fault):
         ("eurobert", "verified"),  # labels that are not shifted
         ("mixtral", "verified"),
         ("muse_spark", "refused"),  # a norm of each expert's output
-        ("qwen3_5", "refused"),
+        ("granitemoehybrid", "refused"),  # one group of states for all heads
     ],
 )
 def test_a_family_is_exact_or_refused(pool, name, status):

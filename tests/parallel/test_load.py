@@ -59,7 +59,13 @@ def assemble(pieces: list[Piece], shapes: dict[str, tuple[int, ...]]) -> dict[st
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "gpt2", "qwen3_moe", pytest.param("gemma2", marks=pytest.mark.nightly)]
+    "kind",
+    [
+        "llama",
+        "gpt2",
+        "qwen3_moe",
+        *(pytest.param(k, marks=pytest.mark.nightly) for k in ("gemma2", "qwen3_5")),
+    ],
 )
 def test_random_init_does_not_depend_on_the_grid(pool: RankPool, kind: str) -> None:
     shapes = {name: tuple(p.shape) for name, p in on_meta(kind).named_parameters()}
@@ -101,6 +107,7 @@ CHECKPOINTS = [
     pytest.param("llama", {}, marks=pytest.mark.nightly),
     ("gpt2", {}),
     ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen3_5", {}),
 ]
 
 

@@ -184,6 +184,8 @@ def on_grid(
         ("gpt2", (1, 1, 2, 2), {"weights": "fsdp2"}),
         ("qwen3", (1, 2, 1, 2), {"weights": "streamed", "overlap": ff.Overlap(interleave=True)}),
         ("gemma2", (1, 1, 4, 1), {"weights": "streamed"}),
+        pytest.param("qwen3_5", (1, 2, 1, 2), {"weights": "fsdp2"}, marks=pytest.mark.nightly),
+        pytest.param("qwen3_5", (1, 1, 2, 2), {"weights": "streamed"}, marks=pytest.mark.nightly),
         pytest.param("balanced qwen3_moe", (1, 2, 1, 1), {"weights": "fsdp2"}, marks=pytest.mark.nightly),
         pytest.param(
             "balanced qwen3_moe",

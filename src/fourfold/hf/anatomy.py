@@ -13,6 +13,10 @@ from fourfold.hf.experts import beside_all_experts
 T = TypeVar("T")
 
 HEAD_ATTRIBUTES = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads")
+# Of linear attention: the heads of queries and keys, or the groups of states, to which the other heads belong.
+LINEAR_HEAD_ATTRIBUTES = ("num_k_heads", "n_groups")
+# Modules that work on whole sequences, with heads or channels of their own, by their classes.
+_ATTENTION = re.compile(r"attention|attn|(?-i:MLA$|ForgetGate$|Indexer$|ShortConv$|Mamba2?Mixer$)", re.I)
 KV_HEAD_ATTRIBUTES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 
 
@@ -57,7 +61,7 @@ class Anatomy:
         parent = self.modules.get(holder) if holder else None
         if parent is None:
             return False
-        by_class = re.search(r"attention|attn|(?-i:MLA$)", type(parent).__name__, re.I) is not None
+        by_class = _ATTENTION.search(type(parent).__name__) is not None
         return by_class or "attn" in holder.rpartition(".")[2]
 
     def heads(self, name: str) -> tuple[int | None, int | None]:
@@ -67,11 +71,26 @@ class Anatomy:
         layer = getattr(parent, "layer_idx", None)
         if layer is not None and getattr(config, "is_heterogeneous", False):
             config = config.per_layer_config[layer]  # transformers lets no layer read the model's own
+        if (linear := self.linear_heads(name)) is not None:
+            heads = min(linear.values(), default=None)
+            return heads, heads
         heads = first_attribute(parent, HEAD_ATTRIBUTES, int) or first_attribute(config, HEAD_ATTRIBUTES, int)
         kv_heads = first_attribute(parent, KV_HEAD_ATTRIBUTES, int) or first_attribute(
             config, KV_HEAD_ATTRIBUTES, int
         )
         return heads, kv_heads
+
+    def linear_heads(self, name: str) -> dict[str, int] | None:
+        """The head counts of the linear attention or short convolution that a module belongs to; None if it belongs to neither."""
+        holder = name.rpartition(".")[0]
+        parent = self.modules.get(holder)
+        while parent is not None and type(parent).__name__.endswith("ForgetGate"):
+            holder = holder.rpartition(".")[0]
+            parent = self.modules.get(holder)
+        if parent is None or not any(isinstance(child, nn.Conv1d) for child in parent.children()):
+            return None
+        counts = {key: vars(parent).get(key) for key in (*HEAD_ATTRIBUTES, *LINEAR_HEAD_ATTRIBUTES)}
+        return {key: count for key, count in counts.items() if isinstance(count, int)}
 
     def head_dim(self, name: str) -> int | None:
         parent = self.modules[name.rsplit(".", 1)[0]] if "." in name else self.model

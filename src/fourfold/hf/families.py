@@ -1,7 +1,7 @@
 """What model families need beyond their own tensor-parallel plan.
 
 Patterns are module names relative to the model; `*` stands for one part of a name, at its beginning for any number. The roles are those of Hugging Face's
-plans and a few more, explained in `roles.py`. Families with a complete plan of their own need no entry.
+plans and a few more, explained in `role_words.py`. Families with a complete plan of their own need no entry.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ class Family:
 
     roles: Mapping[str, str] = field(default_factory=dict)
     # Fused projections whose rows are ordered by segment: module pattern -> "thirds" (q, k and v of one size), "halves" (gate and
-    # up), or "q,k,v" (sizes by the head counts). Rows that are ordered by head need no entry: a rank's rows are its heads.
-    packed: Mapping[str, str] = field(default_factory=dict)
+    # up), "q,k,v" (sizes by the head counts), or the attributes of its parent that are the sizes. Rows that are ordered by head need no
+    # entry: a rank's rows are its heads.
+    packed: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     # Attributes of attention modules that count inner features, and so shrink with the heads.
     inner_attributes: tuple[str, ...] = ()
     # Attention reads head counts from its config instead of its own attributes.
@@ -26,6 +27,11 @@ class Family:
     cut_outputs: tuple[str, ...] = ()
     # Arguments of attention that carry one slice for each head: name -> the dim, "heads", "batch*heads" or "batch,heads".
     head_arguments: Mapping[str, str] = field(default_factory=dict)
+    # Buffers of attention that carry one slice for each head: name -> the dim of the heads.
+    head_buffers: Mapping[str, int] = field(default_factory=dict)
+    # Modules whose code calls one kernel in training that multiplies with the weight of their output projection as well: they take the
+    # other path of their code, and their projection is a module.
+    without_training_path: tuple[str, ...] = ()
     # Why the family cannot be sharded exactly, if it cannot.
     unsupported: str | None = None
 
@@ -64,6 +70,48 @@ def _neox_like(prefix: str, attention: str, **others: str) -> dict[str, str]:
 
 
 _GPT2_LIKE = _roles("transformer.h.*", colwise="attn.c_attn mlp.c_fc", rowwise="attn.c_proj mlp.c_proj")
+
+_STATES = "n_groups*ssm_state_size"  # of Mamba 2
+
+# Gated DeltaNet: value heads belong to key heads, which x shards.
+_KEYS_AND_VALUES = ("key_dim", "key_dim", "value_dim")
+
+
+def _delta_net(colwise: str, norm: str, out: str, **packed: tuple[str, ...]) -> Family:
+    others = {"heads": "A_log dt_bias", "channels": "conv1d", "replicated_with_grad_allreduce": norm}
+    return Family(
+        _roles("*.layers.*.linear_attn", colwise=colwise, rowwise=out, **others),
+        packed={f"*.linear_attn.{name}": sizes for name, sizes in packed.items()}
+        | {"*.linear_attn.conv1d": _KEYS_AND_VALUES},
+        inner_attributes=("num_v_heads", "key_dim", "value_dim", "conv_dim"),
+    )
+
+
+# The indexer of sparse attention chooses tokens, without gradients, alike on all ranks.
+_INDEXER = _roles(
+    "*.layers.*.self_attn.indexer", colwise="", rowwise="", latent="wk weights_proj", replicated="wq_b k_norm"
+)
+
+# Kimi delta attention, in layers beside those of latent attention.
+_KIMI_DELTA = Family(
+    _roles(
+        "*.layers.*.self_attn",
+        colwise="q_proj k_proj v_proj b_proj g_proj forget_gate.f_proj",
+        rowwise="o_proj",
+        latent="g_a_proj forget_gate.f_a_proj",
+        colwise_from_latent="g_b_proj forget_gate.f_b_proj",
+        heads="forget_gate.dt_bias forget_gate.A_log",
+        channels="conv1d",
+        replicated_with_grad_allreduce="o_norm",
+    ),
+    packed={"*.self_attn.conv1d": ("qkv_dim", "qkv_dim", "qkv_dim")},
+    inner_attributes=("qkv_dim", "conv_dim"),
+)
+
+
+_QWEN3_5 = _delta_net(
+    "in_proj_qkv in_proj_z in_proj_b in_proj_a", "norm", "out_proj", in_proj_qkv=_KEYS_AND_VALUES
+)
 
 _PHI3_LIKE = Family(
     packed={"*.layers.*.self_attn.qkv_proj": "q,k,v", "*.layers.*.mlp.gate_up_proj": "halves"},
@@ -171,8 +219,60 @@ FAMILIES: dict[str, Family] = {
     "emu3_text_model": Family(_LLAMA_LIKE),
     "phi3": _PHI3_LIKE,
     "phi4_multimodal": _PHI3_LIKE,
-    # Their plans name the MLP alone; attention is DeepSeek's latent attention, whose names `roles.py` knows.
+    # Their plans name the MLP alone; attention is DeepSeek's latent attention, whose names `role_words.py` knows.
     **dict.fromkeys(("youtu", "deepseek_v3", "axk1", "mistral4"), Family(_OUT_OF_ATTENTION)),
+    # Linear attention, whose projections plans replicate.
+    "qwen3_next": _delta_net("in_proj_qkvz in_proj_ba", "norm", "out_proj"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5),
+    "olmo_hybrid": _delta_net("q_proj k_proj v_proj a_proj b_proj g_proj", "o_norm", "o_proj"),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _KIMI_DELTA),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa", "dots3_note_text"), Family({**_OUT_OF_ATTENTION, **_INDEXER})
+    ),
+    "lfm2_moe": Family(
+        {
+            **_roles("*.layers.*.conv", colwise="in_proj", rowwise="out_proj", channels="conv"),
+            **_roles("*.layers.*.self_attn", colwise="q_proj k_proj v_proj", rowwise="out_proj"),
+            **_roles("*.layers.*.feed_forward", colwise="w1 w3", rowwise="w2"),
+        },
+        packed={"*.layers.*.conv.in_proj": "thirds"},
+    ),
+    "nemotron_h": Family(
+        _roles(
+            "*.layers.*.mixer",
+            colwise="in_proj q_proj k_proj v_proj up_proj shared_experts.up_proj",
+            rowwise="out_proj o_proj down_proj shared_experts.down_proj",
+            heads="A_log D dt_bias norm",
+            channels="conv1d",
+        ),
+        packed={
+            "*.mixer.in_proj": ("intermediate_size", "intermediate_size", _STATES, _STATES, "num_heads"),
+            "*.mixer.conv1d": ("intermediate_size", _STATES, _STATES),
+        },
+        inner_attributes=("intermediate_size", "conv_dim"),
+        without_training_path=("*.mixer",),
+    ),
+    "jamba": Family(
+        {
+            **_LLAMA_LIKE,
+            **_roles("*.layers.*.feed_forward", colwise="gate_proj up_proj", rowwise="down_proj"),
+            **_roles(
+                "*.layers.*.mamba",
+                colwise="in_proj",
+                rowwise="out_proj",
+                channels="conv1d",
+                heads="A_log D dt_proj",
+                rowwise_replicated="x_proj",
+                replicated_with_grad_allreduce="dt_layernorm b_layernorm c_layernorm",
+            ),
+        },
+        packed={"*.mamba.in_proj": "halves"},
+        inner_attributes=("intermediate_size",),
+    ),
+    "minimax": Family(
+        _roles("*.layers.*.self_attn", colwise="qkv_proj output_gate", rowwise="out_proj", norm_x="norm"),
+        head_buffers={"slope_rate": 0, "query_decay": 0, "key_decay": 0, "diagonal_decay": 1},
+    ),
     # Mixture of experts, of which plans name the experts: what else is in a layer.
     "afmoe": Family(
         {

@@ -1,61 +1,39 @@
-"""Assigns a role to each module, or explains why a module is unsupported.
-
-The roles are those of Hugging Face's plans:
-
-    colwise                         a linear from y to x (q, k, v, gate, up)
-    packed_colwise                  two of them in one matrix, one after the other (gate and up)
-    rowwise                         a linear from x to y (o, down)
-    colwise_gather_output           a linear from y to x: the head, and fused projections; nothing is gathered here
-    rowwise_split_input             a linear from x to y
-    embedding_rowwise               the token embedding: rows on x, features on y
-    replicated_with_grad_allreduce  replicated on each rank, used for different heads on each x rank
-    mla_kv_a_proj                   a linear from y to all ranks, whose last columns all heads share
-    moe_tp_experts                  all experts of a layer: inner features on y and x together, hidden features whole
-
-and a few more that 4D parallelism needs:
-
-    embedding_colwise               another embedding (positions): features on y
-    norm, norm_x                    a norm over the hidden features, on y; over those of all heads, on x
-    heads                           a parameter with one row for each head: rows on x
-    features                        a parameter with one value for each hidden feature: on y
-    latent, colwise_from_latent     linears from y to all ranks, and from there to x (latent attention)
-    router                          chooses experts: whole on each rank, reads whole hidden features
-    gate                            the same, and what it gives is multiplied with hidden features
-    replicated                      replicated on each rank, used for the same values on each
-    idle                            replicated on each rank and not used: the towers of a multimodal model
-
-A user passes roles in the same words, `*` standing for one part of a name, at its beginning for any number of parts:
-``{"blocks.*.attn.q": "colwise"}``.
-"""
+"""Assigns a role to each module, or explains why a module is unsupported. The roles are those of `role_words.py`."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import (
     HEAD_ATTRIBUTES,
-    Anatomy,
     idle_towers,
     is_linear,
-    is_norm,
     linear_shape,
     text_root,
 )
-from fourfold.hf.experts import beside_experts, check_jitter, is_experts, storage_of
-from fourfold.hf.families import FAMILIES, LATENT_ATTENTION, Family
+from fourfold.hf.experts import beside_experts, check_jitter, storage_of
 from fourfold.hf.norm_formula import Formula, epsilon_of, recognise
 from fourfold.hf.parameter_layout import chunk
+from fourfold.hf.role_words import (
+    BESIDE_EXPERTS,
+    GIVEN,
+    LINEAR_AXES,
+    OF_EMBEDDINGS,
+    OF_EXPERTS,
+    OF_KEPT_LINEARS,
+    OF_NORMS,
+    OF_PARAMETERS,
+    RoleWords,
+    matches,
+)
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
-
-GIVEN = "given by the user"
 
 
 @dataclass(frozen=True)
@@ -65,7 +43,7 @@ class Role:
     name: str
     word: str
     why: str
-    # Linear layers: the axes of input and output features, and the widths of the segments of a fused projection.
+    # Linear layers: the axes of input and output features, and the widths of the segments of a fused projection, or of its channels.
     in_axis: Axis | None = None
     out_axis: Axis | None = None
     segments: tuple[int, ...] | None = None
@@ -77,46 +55,12 @@ class Role:
     replicated_heads: int = 0
 
 
-_LINEAR_AXES: dict[str, tuple[Axis | None, Axis | None]] = {
-    "colwise": ("y", "x"),
-    "packed_colwise": ("y", "x"),
-    "colwise_gather_output": ("y", "x"),
-    "rowwise": ("x", "y"),
-    "rowwise_split_input": ("x", "y"),
-    "latent": ("y", None),
-    "mla_kv_a_proj": ("y", None),
-    "colwise_from_latent": (None, "x"),
-}
-# Roles by kind of module.
-_OF_EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
-_OF_NORMS = ("norm", "norm_x", "replicated", "replicated_with_grad_allreduce", "heads")
-_OF_PARAMETERS = ("heads", "features", "replicated", "replicated_with_grad_allreduce")
-_OF_EXPERTS = ("moe_tp_experts",)
-_BESIDE_EXPERTS = ("router", "gate")
-WORDS = {*_LINEAR_AXES, *_OF_EMBEDDINGS, *_OF_NORMS, *_OF_PARAMETERS, *_OF_EXPERTS, *_BESIDE_EXPERTS}
-# Styles of plans on modules inside experts and around parameters, which need no role of their own.
-_WITHOUT_ROLE = {"moe_identity_expert", "local_params"}
-
 SEPARATE_KV = re.compile(r"(^|\.)(k_proj|v_proj|key|value|k|v)$")
 
 
-def matches(pattern: str, name: str) -> bool:
-    """Does a pattern match this module? `*` stands for one part, a leading `*.` for any number of parts."""
-    parts = ["[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")]
-    if parts[0] == "[^.]+":
-        parts[0] = ".+"
-    return re.fullmatch(r"\.".join(parts), name) is not None
-
-
-def family_of(model: nn.Module) -> Family:
-    config = getattr(model, "config", None)
-    kinds = [getattr(config, "model_type", None)]
-    if config is not None and hasattr(config, "get_text_config"):
-        kinds.append(getattr(config.get_text_config(), "model_type", None))
-    for kind in kinds:
-        if kind in FAMILIES:
-            return FAMILIES[kind]
-    return Family()
+def dim_of_heads(parameter: Tensor) -> int:
+    """The dim that counts heads: the first that is not of size 1."""
+    return next((dim for dim, size in enumerate(parameter.shape) if size > 1), 0)
 
 
 def assign(model: nn.Module, grid: Grid, given: Mapping[str, str] | None = None) -> list[Role]:
@@ -126,16 +70,15 @@ def assign(model: nn.Module, grid: Grid, given: Mapping[str, str] | None = None)
 
 class _Assignment:
     def __init__(self, model: nn.Module, grid: Grid, given: Mapping[str, str]) -> None:
-        self.model, self.grid, self.given = model, grid, given
-        self.family = family_of(model)
-        self.plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
-        self.anatomy = Anatomy(model)
+        self.model, self.grid = model, grid
+        self.words = RoleWords(model, grid, given)
+        self.family, self.anatomy = self.words.family, self.words.anatomy
         # Routers and gates, by name.
         self.beside: dict[str, tuple[str, str]] = {}
 
     def roles(self) -> list[Role]:
         self.beside = self._find_beside()
-        self._check_words()
+        self.words.check_words(self.beside)
         if self.grid.x == self.grid.y == 1:
             # Only the batch and the storage of weights are sharded: each module computes as before.
             return [
@@ -151,7 +94,7 @@ class _Assignment:
         hidden = self.anatomy.hidden_size
         if hidden is not None:
             self._check_divides("y", f"hidden_size={hidden} of {type(self.model).__name__}", hidden)
-        self._check_styles()
+        self.words.check_styles()
         roles: list[Role] = []
         idle = idle_towers(self.model)
         text = text_root(self.model) if idle else ""
@@ -164,13 +107,13 @@ class _Assignment:
             elif (reader := self._reader(name)) is not None:
                 if reader == name:
                     roles.append(Role(name, *self.beside[name]))
-            elif self._is_experts(name, module):
+            elif self.words.is_experts(name, module):
                 roles.append(self._experts(name, module))
             elif isinstance(module, nn.Embedding):
                 roles.append(self._embedding(name, module))
             elif is_linear(module):
                 roles.append(self._linear(name, module))
-            elif self._is_norm(name, module):
+            elif self.words.is_norm(name, module):
                 roles.append(self._norm(name, module))
             else:
                 roles += self._own_parameters(name, module)
@@ -179,22 +122,22 @@ class _Assignment:
     # -- kinds of modules ------------------------------------------------------------------------------------
 
     def _embedding(self, name: str, module: nn.Embedding) -> Role:
-        word, why = self._word(name)
+        word, why = self.words.word(name)
         if module is self.anatomy.embedding or word == "embedding_rowwise":
             if type(module) is not nn.Embedding and not hasattr(module, "embed_scale"):
                 raise UnsupportedError(
                     f"{name} is a {type(module).__name__}, which is not nn.Embedding nor one with an embed_scale: what "
                     "its forward does with a part of the vocabulary is not known; use x=1 and y=1"
                 )
-            self._check_fit(name, module, word, ("embedding_rowwise",))
+            self.words.check_fit(name, module, word, ("embedding_rowwise",))
             self._check_divides("y", f"the {module.embedding_dim} features of {name}", module.embedding_dim)
             self._check_vocabulary(name, module.num_embeddings)
             self._check_plain(name, module)
             return Role(name, "embedding_rowwise", why or "the model's input embedding")
-        self._check_fit(name, module, word, _OF_EMBEDDINGS)
+        self.words.check_fit(name, module, word, OF_EMBEDDINGS)
         self._check_plain(name, module)
         if module.embedding_dim != self.anatomy.hidden:
-            raise self._no_role(name, module, f"an embedding of {module.embedding_dim} features")
+            raise self.words.no_role(name, module, f"an embedding of {module.embedding_dim} features")
         return Role(
             name, "embedding_colwise", why or f"its {self.anatomy.hidden} features are the hidden ones"
         )
@@ -207,16 +150,13 @@ class _Assignment:
                     f"is not supported on y={self.grid.y}, x={self.grid.x}; turn it off, or use x=1 and y=1"
                 )
 
-    def _is_experts(self, name: str, module: nn.Module) -> bool:
-        return is_experts(module) or self._word(name)[0] in _OF_EXPERTS
-
     def _find_beside(self) -> dict[str, tuple[str, str]]:
         found = {}
         for name, module in self.anatomy.modules.items():
-            word, why = self._word(name)
-            if word in _BESIDE_EXPERTS:
+            word, why = self.words.word(name)
+            if word in BESIDE_EXPERTS:
                 found[name] = (word, why)
-            elif self._is_experts(name, module):
+            elif self.words.is_experts(name, module):
                 for beside, its in beside_experts(self.anatomy.modules, name).items():
                     found.setdefault(beside, (its, f"beside {name.rpartition('.')[2]}"))
         return found
@@ -226,8 +166,8 @@ class _Assignment:
         return next((r for r in self.beside if name == r or name.startswith(f"{r}.")), None)
 
     def _experts(self, name: str, module: nn.Module) -> Role:
-        word, why = self._word(name)
-        self._check_fit(name, module, word, _OF_EXPERTS)
+        word, why = self.words.word(name)
+        self.words.check_fit(name, module, word, OF_EXPERTS)
         storage = storage_of(module, name)
         parent = name.rpartition(".")[0]
         beside = [m for m in self.beside if m.rpartition(".")[0] == parent]
@@ -247,25 +187,31 @@ class _Assignment:
         return Role(name, "moe_tp_experts", why or "experts", features=storage.features)
 
     def _linear(self, name: str, module: nn.Module) -> Role:
-        word, why = self._word(name)
+        word, why = self.words.word(name)
         if module is self.anatomy.head and word is None:
             word, why = "colwise_gather_output", "the model's output embedding"
         if word is None:
-            raise self._no_role(name, module, "a linear layer")
-        self._check_fit(name, module, word, tuple(_LINEAR_AXES))
-        if word not in _LINEAR_AXES:
-            raise self._missing_style(name, word)
-        in_axis, out_axis = _LINEAR_AXES[word]
+            raise self.words.no_role(name, module, "a linear layer")
+        if word in OF_KEPT_LINEARS and why != GIVEN:
+            in_features, out_features = linear_shape(module)
+            if word != "replicated":
+                size = out_features if word == "heads" else in_features
+                self._check_divides("x", f"the {size} channels of {name}", size)
+            return Role(name, word, why)
+        self.words.check_fit(name, module, word, tuple(LINEAR_AXES))
+        if word not in LINEAR_AXES:
+            raise self.words.missing_style(name, word)
+        in_axis, out_axis = LINEAR_AXES[word]
         role = Role(name, word, why, in_axis, out_axis, head=module is self.anatomy.head)
-        role = replace(role, segments=self._segments(name, module, word))
+        role = replace(role, segments=self._segments(name, linear_shape(module)[1], word))
         # Heads first: if they divide, so do their features.
         role = self._with_heads(role, module)
         self._check_linear(role, module)
         return role
 
     def _norm(self, name: str, module: nn.Module) -> Role:
-        word, why = self._word(name)
-        self._check_fit(name, module, word, _OF_NORMS)
+        word, why = self.words.word(name)
+        self.words.check_fit(name, module, word, OF_NORMS)
         weight = getattr(module, "weight", None)
         size = weight.shape if weight is not None else None
         inside_attention = self.anatomy.in_attention(name)
@@ -307,7 +253,7 @@ class _Assignment:
             return Role(name, word, why, formula=formula, features=features)
         if word in ("replicated", "replicated_with_grad_allreduce", "heads"):
             return Role(name, word, why)
-        raise self._no_role(name, module, f"a norm of {tuple(size or ())}")
+        raise self.words.no_role(name, module, f"a norm of {tuple(size or ())}")
 
     def _own_parameters(self, name: str, module: nn.Module) -> list[Role]:
         roles = []
@@ -316,27 +262,51 @@ class _Assignment:
                 continue
             full = f"{name}.{key}" if name else key
             # In plans, "colwise" on a bare parameter means that it has a row for each head (attention sinks).
-            holder = full if self._word(full)[0] else name
-            word, why = self._word(holder)
+            holder = full if self.words.word(full)[0] else name
+            word, why = self.words.word(holder)
             word = {"colwise": "heads", "rowwise": "features"}.get(word or "", word)
             if word is None:
-                raise self._no_role(full, module, f"a parameter of shape {tuple(parameter.shape)}")
-            self._check_fit(holder, parameter, word, _OF_PARAMETERS)
-            if word not in _OF_PARAMETERS:
-                raise self._missing_style(full, word)
-            if word in ("heads", "features"):
+                raise self.words.no_role(full, module, f"a parameter of shape {tuple(parameter.shape)}")
+            self.words.check_fit(holder, parameter, word, OF_PARAMETERS)
+            if word not in OF_PARAMETERS:
+                raise self.words.missing_style(full, word)
+            segments = None
+            if word == "channels":
+                segments = self._channels(name, module, parameter)
+            elif word in ("heads", "features"):
                 axis: Axis = "x" if word == "heads" else "y"
-                size = parameter.shape[0 if word == "heads" else -1]
+                size = parameter.shape[dim_of_heads(parameter) if word == "heads" else -1]
                 self._check_divides(axis, f"the {size} entries of {full}", size)
-            roles.append(Role(full, word, why))
+            roles.append(Role(full, word, why, segments=segments))
         return roles
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 
-    def _segments(self, name: str, module: nn.Module, word: str) -> tuple[int, ...] | None:
+    def _channels(self, name: str, module: nn.Module, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The widths of the segments of a convolution's channels."""
+        channels = parameter.shape[0]
+        if not self.anatomy.in_attention(name):
+            kind = type(self.anatomy.modules[name.rpartition(".")[0]]).__name__
+            raise UnsupportedError(
+                f"{name} mixes tokens inside {kind}, which is not known to get whole sequences; use x=1 and y=1"
+            )
+        if getattr(module, "groups", None) != channels:
+            raise UnsupportedError(
+                f"{name} mixes channels ({module}), so they cannot be sharded over x={self.grid.x}; use x=1"
+            )
+        segments = self._segments(name, channels, "channels") or (channels,)
+        for width in segments:
+            self._check_divides("x", f"the {width} channels of {name}", width)
+        return segments
+
+    def _segments(self, name: str, out: int, word: str) -> tuple[int, ...] | None:
         """The widths of the segments of a fused projection's output, if it is fused."""
         kind = next((kind for pattern, kind in self.family.packed.items() if matches(pattern, name)), None)
-        out = linear_shape(module)[1]
+        if isinstance(kind, tuple):
+            parent = self.anatomy.modules[name.rpartition(".")[0]]
+            widths = tuple(math.prod(getattr(parent, factor) for factor in size.split("*")) for size in kind)
+            assert sum(widths) == out, (name, widths, out)
+            return widths
         if kind is None and (word == "packed_colwise" or name.endswith(".gate_up_proj")):
             kind = "halves"
         if kind is None:
@@ -395,6 +365,10 @@ class _Assignment:
         if not self.anatomy.in_attention(role.name):
             self._check_not_attention(role, parent)
             return role
+        if (linear := self.anatomy.linear_heads(role.name)) is not None:
+            for key, count in linear.items():
+                self._check_divides("x", f"{key}={count} of {parent}", count)
+            return role
         heads, kv_heads = self.anatomy.heads(role.name)
         if heads:
             self._check_divides("x", f"num_attention_heads={heads} of {parent}", heads)
@@ -415,7 +389,7 @@ class _Assignment:
             if separate:
                 out_features = linear_shape(module)[1]
                 if out_features % kv_heads:
-                    raise self._no_role(role.name, module, "key/value heads of unequal size")
+                    raise self.words.no_role(role.name, module, "key/value heads of unequal size")
                 note = f"{role.why}; {kv_heads} key/value heads, each replicated on {x // kv_heads} x ranks"
                 return replace(role, replicated_heads=kv_heads, why=note)
         return role
@@ -438,100 +412,4 @@ class _Assignment:
         raise UnsupportedError(
             f"{axis}={have} does not divide {what}{because}; use {'an x' if axis == 'x' else f'a {axis}'} that divides "
             f"{size}, such as {axis}={fits} with {rest}"
-        )
-
-    # -- roles by name --------------------------------------------------------------------------------------------
-
-    def _word(self, name: str) -> tuple[str | None, str]:
-        """The role that a name has been given, and by whom."""
-        last = name.rsplit(".", 1)[-1]
-        for roles, why in (
-            (self.given, GIVEN),
-            (self.family.roles, "the table of families"),
-            (self.plan, "the model's own plan"),
-        ):
-            for pattern, word in roles.items():
-                if matches(pattern, name):
-                    return LATENT_ATTENTION.get(last, word) if roles is self.plan else word, why
-        parent = self.anatomy.modules.get(name.rsplit(".", 1)[0]) if "." in name else None
-        if parent is not None and hasattr(parent, "kv_a_proj_with_mqa"):
-            return LATENT_ATTENTION.get(last), ""
-        return None, ""
-
-    def _is_norm(self, name: str, module: nn.Module) -> bool:
-        if is_norm(module):
-            return True
-        given = next((word for pattern, word in self.given.items() if matches(pattern, name)), None)
-        return given in ("norm", "norm_x") and set(module._parameters) <= {"weight", "bias"}
-
-    def _holders(self) -> set[str]:
-        """What can have a role: modules with parameters, norms, and bare parameters."""
-        names = set()
-        for name, module in self.anatomy.modules.items():
-            if isinstance(module, nn.Embedding) or is_linear(module) or self._is_norm(name, module):
-                names.add(name)
-            elif module._parameters or self._is_experts(name, module) or name in self.beside:
-                names |= {name, *(f"{name}.{key}" if name else key for key in module._parameters)}
-        return names
-
-    def _check_fit(self, name: str, module: object, word: str | None, fitting: tuple[str, ...]) -> None:
-        """A role given by the user that does not exist for this kind of module is a mistake, not an unsupported model."""
-        if word is not None and word not in fitting and any(matches(p, name) for p in self.given):
-            raise ValueError(
-                f"role {word!r} was given for {name}, but does not fit the type {type(module).__name__}; use one of "
-                f"{', '.join(fitting)}"
-            )
-
-    def _check_words(self) -> None:
-        holders = self._holders()
-        for pattern, word in self.given.items():
-            if word not in WORDS:
-                near = difflib.get_close_matches(word, sorted(WORDS), n=1)
-                hint = f"did you mean {near[0]!r}" if near else f"use one of {', '.join(sorted(WORDS))}"
-                raise ValueError(f"role {word!r} of {pattern!r} is not known; {hint}")
-            if word in ("norm", "norm_x"):
-                self._check_norms(pattern, word)
-            if not any(matches(pattern, name) for name in holders):
-                near = difflib.get_close_matches(pattern, sorted(holders), n=1, cutoff=0.3)
-                hint = (
-                    f"did you mean {near[0]!r}" if near else "dict(model.named_modules()) shows what there is"
-                )
-                everything = (*self.anatomy.modules, *(n for n, _ in self.model.named_parameters()))
-                there = next((name for name in everything if matches(pattern, name)), None)
-                raise ValueError(
-                    f"a role was given for {pattern!r}, but none of the {len(self.anatomy.modules)} modules of "
-                    f"{type(self.model).__name__} has that name; {hint}"
-                    if there is None
-                    else f"a role was given for {pattern!r}, but {there} cannot have one: roles are for modules that hold "
-                    f"parameters; {hint}"
-                )
-
-    def _check_norms(self, pattern: str, word: str) -> None:
-        for name, module in self.anatomy.modules.items():
-            others = set(module._parameters) - {"weight", "bias"}
-            if others and matches(pattern, name):
-                raise ValueError(
-                    f"role {word!r} was given for {name}, which has a parameter {min(others)!r}; those of a norm are 'weight' and "
-                    "'bias': rename it"
-                )
-
-    def _check_styles(self) -> None:
-        """Report an unsupported style of the model's own plan before any other problem."""
-        for pattern, word in self.plan.items():
-            if word not in WORDS | _WITHOUT_ROLE and not any(matches(p, pattern) for p in self.given):
-                name = next((n for n in self.anatomy.modules if matches(pattern, n)), None)
-                if name is not None:
-                    raise self._missing_style(name, word)
-
-    def _no_role(self, name: str, module: nn.Module, what: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"{name} ({type(module).__name__}) is {what} for which {type(self.model).__name__} has no role, so how it acts "
-            f"on features sharded over y={self.grid.y} and x={self.grid.x} is not known; pass roles={{{name!r}: ...}} if you "
-            "know, or use x=1 and y=1"
-        )
-
-    def _missing_style(self, name: str, word: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"{name}: plan style {word!r} is not supported on y={self.grid.y}, x={self.grid.x}; use x=1 and y=1 "
-            "(z and data alone need no roles)"
         )

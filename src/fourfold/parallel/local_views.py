@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fourfold.errors import UnsupportedError
-from fourfold.hf.anatomy import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES
+from fourfold.hf.anatomy import HEAD_ATTRIBUTES, KV_HEAD_ATTRIBUTES, LINEAR_HEAD_ATTRIBUTES
 from fourfold.hf.families import Family
 from fourfold.mesh.agreements import gather_objects
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
-from fourfold.mesh.reductions import sum_backward
+from fourfold.mesh.reductions import sum_backward, sum_both
 from fourfold.parallel.wrap import Inside
 from fourfold.weights.api import read_weight
 
@@ -74,19 +74,23 @@ def show_local_parameters(
     inside: Inside,
     checks: Mapping[str, GradientCheck],
     seen_as: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    joined: Mapping[str, int] | None = None,
 ) -> None:
     """Let the model's own code read plain local tensors where the module's parameters are DTensors.
 
     ``gradient_axes`` maps the keys of its parameters to the axes over which their gradients are summed, because ranks use
     them for different heads or tokens. ``checks`` see the first gradients of some of them. ``seen_as``: what the code reads in place
-    of some of the local tensors.
+    of some of the local tensors. ``joined``: tensors that the code reads as one and that are several parameters here, and their number.
     """
     module.__dict__["_local_view"] = (inside, dict(gradient_axes), dict(checks), dict(seen_as or {}))
-    module.__class__ = _with_local_view(type(module), tuple(gradient_axes))  # type: ignore[arg-type]
+    keys, together = tuple(gradient_axes), tuple((joined or {}).items())
+    module.__class__ = _with_local_view(type(module), keys, together)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Module]:
+def _with_local_view(
+    cls: type[nn.Module], keys: tuple[str, ...], joined: tuple[tuple[str, int], ...]
+) -> type[nn.Module]:
     """A subclass, shared by all modules of a class: `nn.Module` looks into `_parameters` only if the class lacks the name."""
 
     def reader(key: str) -> property:
@@ -113,16 +117,24 @@ def _with_local_view(cls: type[nn.Module], keys: tuple[str, ...]) -> type[nn.Mod
         with inside:  # also if a user calls the module on its own
             return cls.forward(self, *args, **kwargs)
 
-    members = {key: reader(key) for key in keys}
+    def joiner(key: str, parts: int) -> property:
+        return property(lambda self: torch.cat([getattr(self, f"{key}_{part}") for part in range(parts)]))
+
+    members = {key: reader(key) for key in keys} | {key: joiner(key, parts) for key, parts in joined}
     return type(cls.__name__, (cls,), {**members, "forward": forward, "__module__": cls.__module__})
 
 
 def show_local_heads(
-    module: nn.Module, family: Family, parts: int, which: int, *, replicated_heads: int
+    module: nn.Module, family: Family, parts: int, which: int, *, replicated_heads: int, inside: Inside
 ) -> list[str]:
     """Set an attention module's head counts to part ``which`` of ``parts``; returns a description of each change."""
     changed = []
-    for name in (*HEAD_ATTRIBUTES, *KV_HEAD_ATTRIBUTES, *family.inner_attributes):
+    for name in (
+        *HEAD_ATTRIBUTES,
+        *KV_HEAD_ATTRIBUTES,
+        *LINEAR_HEAD_ATTRIBUTES,
+        *family.inner_attributes,
+    ):
         value = module.__dict__.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             module.__dict__[name] = max(1, value // parts)
@@ -141,7 +153,41 @@ def show_local_heads(
     if family.head_arguments:
         module.register_forward_pre_hook(_select_heads(family.head_arguments, parts, which), with_kwargs=True)
         changed.append(f"argument {', '.join(family.head_arguments)}")
+    buffers = {key: dim for key, dim in family.head_buffers.items() if key in module._buffers}
+    if buffers:
+        module.__dict__["_local_buffers"] = (inside, parts, which)
+        module.__class__ = _with_local_buffers(type(module), tuple(buffers.items()))  # type: ignore[arg-type]
+        changed.append(f"buffer {', '.join(buffers)}")
     return changed
+
+
+@functools.cache
+def _with_local_buffers(cls: type[nn.Module], dims: tuple[tuple[str, int], ...]) -> type[nn.Module]:
+    """A subclass whose code reads the slices of its heads; a state dict has the whole buffers."""
+
+    def reader(key: str, dim: int) -> property:
+        def read(self: nn.Module) -> Tensor | None:
+            inside, parts, which = self.__dict__["_local_buffers"]
+            buffer = self._buffers[key]
+            if buffer is None or not (torch.compiler.is_compiling() or inside.depth):
+                return buffer
+            return cast(Tensor, buffer.chunk(parts, dim)[which])
+
+        return property(read)
+
+    members: dict[str, Any] = {key: reader(key, dim) for key, dim in dims}
+    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+
+
+@functools.cache
+def without_training_path(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose code finds itself in evaluation, in which a module like it computes the same by other kernels."""
+
+    def ignore(self: nn.Module, mode: bool) -> None:
+        """`train` sets it."""
+
+    training = property(lambda self: False, ignore)
+    return type(cls.__name__, (cls,), {"training": training, "__module__": cls.__module__})
 
 
 def shard_output(module: nn.Module, grid: Grid) -> None:
@@ -153,6 +199,15 @@ def shard_output(module: nn.Module, grid: Grid) -> None:
         return full.chunk(grid.y, dim=-1)[grid.coordinate("y")]
 
     module.register_forward_hook(shard)
+
+
+def sum_output(module: nn.Module, name: str, grid: Grid) -> None:
+    """Add up the outputs of a linear whose input features are sharded over x; each x rank has a part of the sum's gradient."""
+
+    def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return sum_both(output, grid.collectives, "x", "activation", name)
+
+    module.register_forward_hook(add)
 
 
 def reject_use(module: nn.Module, name: str, grid: Grid) -> None:

@@ -310,6 +310,9 @@ def arrange(
 def _why_not_compiled(model: nn.Module, lora: Lora | None, owned: OwnedExperts) -> str | None:
     if owned.names:
         return "ranks own experts, to which as many rows are sent as routers say"
+    if any(type(module).__name__.endswith("GatedDeltaNet") for module in model.modules()):
+        # Seen with torch 2.13.0 and transformers 5.23.0, in the stock model as well.
+        return "the gated delta rule is traced to a graph that fails at run time"
     if asks_for_balance_loss(model):
         return "the auxiliary loss (output_router_logits) reads the logits of routers inside blocks"
     if lora is None:

@@ -15,7 +15,8 @@ from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import Anatomy, idle_towers, linear_shape
 from fourfold.hf.experts import storage_of
 from fourfold.hf.parameter_layout import ParameterLayout, describe
-from fourfold.hf.roles import GIVEN, Role, family_of, matches
+from fourfold.hf.role_words import GIVEN, family_of, matches
+from fourfold.hf.roles import Role, dim_of_heads
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.dropout import Dropout
@@ -36,6 +37,8 @@ from fourfold.parallel.local_views import (
     shard_output,
     show_local_heads,
     show_local_parameters,
+    sum_output,
+    without_training_path,
 )
 from fourfold.parallel.lora import A, B, Lora, check_blocks, is_adapter
 from fourfold.parallel.sequence import REPLICATED, show_full_shape
@@ -99,6 +102,8 @@ class ModuleReplacement:
         self.kept: dict[nn.Module, dict[str, tuple[Axis, ...]]] = {}
         self.checks: dict[nn.Module, dict[str, GradientCheck]] = defaultdict(dict)
         self.seen_as: dict[nn.Module, dict[str, Callable[[Tensor], Tensor]]] = {}
+        # Of stock modules: the parameters that are several here, and their number.
+        self.joined: dict[nn.Module, dict[str, int]] = defaultdict(dict)
         # By the module that has experts and what stands beside them.
         self.whole_features: dict[str, WholeFeatures] = {}
 
@@ -109,7 +114,9 @@ class ModuleReplacement:
             module, key = self._find(role.name)
             if role.head:
                 self.out.vocab_size = linear_shape(module)[1]
-            if key is not None:
+            if key is not None and role.word == "channels" and not keeps_all:
+                self._channels(role, module, key)
+            elif key is not None:
                 self._keep(role, module, [key])
             elif keeps_all and (
                 role.name in self.float8 or role.name in self.packed or self._has_adapter(role, module)
@@ -134,6 +141,7 @@ class ModuleReplacement:
             elif role.word in ("router", "gate"):
                 self._reader(role, module)
             else:
+                self._check_kept(role, module)
                 self._keep(role, module, [k for k, p in module._parameters.items() if p is not None])
             if role.head and not tied:
                 self.out.head = self._find(role.name)[0]
@@ -149,7 +157,9 @@ class ModuleReplacement:
             if self.plain and module not in self.out.owners:
                 continue
             seen_as = self.seen_as.get(module)
-            show_local_parameters(module, gradient_axes, self.inside, self.checks[module], seen_as)
+            show_local_parameters(
+                module, gradient_axes, self.inside, self.checks[module], seen_as, self.joined[module]
+            )
         if keeps_all:
             if not tied:
                 self.out.embedding, self.out.head = self._stock_ends()
@@ -170,6 +180,17 @@ class ModuleReplacement:
         return self.out
 
     # -- one kind of module each ----------------------------------------------------------------------------------------------
+
+    def _check_kept(self, role: Role, module: nn.Module) -> None:
+        """A linear that stays the model's own computes in no other precision, and has no adapter."""
+        self._has_adapter(role, module)  # or an error
+        if role.name in self.float8:
+            raise UnsupportedError(
+                f"{role.name} would compute in float8, and on x={self.grid.x}, y={self.grid.y} it is {role.word} ({role.why}), which is not "
+                "supported; use x=1 and y=1, or float8='none'"
+            )
+        if role.word == "rowwise_replicated":
+            sum_output(module, role.name, self.grid)
 
     def _linear(self, role: Role, module: nn.Module) -> Linear4D:
         in_features, out_features = linear_shape(module)
@@ -396,8 +417,10 @@ class ModuleReplacement:
             source = module._parameters[key]
             assert source is not None
             sharded_dims: dict[Axis, int] = {}
-            if role.word == "heads":
-                sharded_dims["x"] = 0
+            if role.word == "rowwise_replicated":
+                sharded_dims["x"] = 1
+            elif role.word == "heads":
+                sharded_dims["x"] = dim_of_heads(source)
             elif role.word in ("features", "embedding_colwise"):
                 sharded_dims["y"] = source.ndim - 1
             gradient_axes[key] = self._gradient_axes(role)
@@ -406,6 +429,25 @@ class ModuleReplacement:
                 self.checks[module][key] = GradientCheck(name, role.word, self.grid, gradient_axes[key])
             layout = ParameterLayout.whole(name, source, sharded_dims)
             module._parameters[key] = self._parameter(prefix, key, source, layout, role.name)
+
+    def _channels(self, role: Role, module: nn.Module, key: str) -> None:
+        """Shard the channels of each segment: a parameter for each, which the module sees as one."""
+        assert role.segments is not None
+        source, gradient_axes = module._parameters.pop(key), self.kept.setdefault(module, {})
+        assert source is not None
+        name, start = role.name.rpartition(".")[0], 0
+        whole = ParameterLayout.whole(role.name, source, {"x": 0})
+        for number, width in enumerate(role.segments):
+            part = f"{key}_{number}"
+            layout = ParameterLayout.rows(whole, 0, start, width)
+            module._parameters[part] = self._parameter(name, part, source, layout, role.name)
+            gradient_axes[part] = self._gradient_axes(role)
+            start += width
+        self.joined[module][key] = len(role.segments)
+        if key == "weight":
+            for count in ("groups", "in_channels", "out_channels"):
+                module.__dict__[count] //= self.grid.x
+            self._note(module, [f"channels {start} -> {module.__dict__['groups']}"])
 
     def _heads(self, roles: list[Role]) -> None:
         """Set the number of local heads in attention modules."""
@@ -418,7 +460,15 @@ class ModuleReplacement:
         for name, replicated in attention.items():
             module, _ = self._find(name)
             parts = head_parts(name, self.sequence_roles, self.grid)
-            self._note(module, show_local_heads(module, self.family, *parts, replicated_heads=replicated))
+            self._note(
+                module,
+                show_local_heads(
+                    module, self.family, *parts, replicated_heads=replicated, inside=self.inside
+                ),
+            )
+            if any(matches(pattern, name) for pattern in self.family.without_training_path):
+                module.__class__ = without_training_path(type(module))  # type: ignore[arg-type]
+                self._note(module, ["training has the path of evaluation, whose projection is a module"])
 
     def _note_changes(self) -> None:
         self.out.notes += [f"{note} ({count} modules)" for note, count in self.changes.items()]

@@ -202,6 +202,8 @@ def show_full_shape(module: nn.Module, name: str, tokens: Tokens) -> None:
                 f"{name} is called without hidden_states, so it is not known which of its arguments is sharded by tokens; "
                 "use activations='replicated'"
             )
+        if isinstance(own, ShapeProxy) or own is tokens.traced_stand_in:  # a part of attention
+            return args, kwargs
         if torch.compiler.is_compiling():
             proxy = tokens.stand_in(own)
         else:

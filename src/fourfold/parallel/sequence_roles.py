@@ -159,6 +159,8 @@ def _why_not_over_y(anatomy: Anatomy, parent: str, members: Sequence[Role], grid
     if any(r.word in _TO_LATENT for r in members):
         return "its latent projections are complete on each of them"
     first = next(r for r in members if r.out_axis == "x")
+    if anatomy.linear_heads(first.name) is not None:
+        return "linear attention works on all heads of an x rank"
     heads, kv_heads = anatomy.heads(first.name)
     kv_heads = kv_heads or heads
     if not heads or not kv_heads:
@@ -191,11 +193,11 @@ def _why_not_over_y(anatomy: Anatomy, parent: str, members: Sequence[Role], grid
 
 def _cuts(role: Role, anatomy: Anatomy, out: SequenceRoles, grid: Grid) -> Cuts:
     parent = role.name.rpartition(".")[0]
+    if role.word in _TO_LATENT and _inside(role, out.attention):
+        return Cuts("tokens", "whole", gathers_output=True)
     if parent not in out.attention:
         return Cuts("tokens", "tokens")
-    by_heads = parent in out.by_heads
-    if role.word in _TO_LATENT:
-        return Cuts("tokens", "whole", gathers_output=True)
+    by_heads = parent in out.by_heads and anatomy.linear_heads(role.name) is None
     if role.in_axis is None:
         return Cuts("whole", "whole")
     if role.out_axis == "y":
