@@ -1,4 +1,4 @@
-"""Linear attention, short convolutions and the indexer of sparse attention on x and y: exact, or rejected by name."""
+"""Linear attention, short convolutions, indexers of sparse attention and per-layer inputs on x and y: exact, or rejected by name."""
 
 import importlib
 import math
@@ -40,6 +40,8 @@ nightly = pytest.mark.nightly
             {"activation_checkpointing": "selective"},
             marks=nightly,
         ),
+        pytest.param("gemma4", (1, 1, 2, 2), "replicated", {"compile": True}, marks=nightly),
+        pytest.param("gemma4:moe", (1, 2, 1, 2), "replicated", {"weights": "fsdp2"}, marks=nightly),
         pytest.param("glm_moe_dsa", (1, 2, 2, 1), "sequence-parallel", {}, marks=nightly),
     ],
 )

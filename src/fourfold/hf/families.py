@@ -29,6 +29,8 @@ class Family:
     head_arguments: Mapping[str, str] = field(default_factory=dict)
     # Buffers of attention that carry one slice for each head: name -> the dim of the heads.
     head_buffers: Mapping[str, int] = field(default_factory=dict)
+    # Arguments of blocks with features that colwise linears of the block give, complete on each rank: x has a part of them.
+    block_arguments: tuple[str, ...] = ()
     # Modules whose code calls one kernel in training that multiplies with the weight of their output projection as well: they take the
     # other path of their code, and their projection is a module.
     without_training_path: tuple[str, ...] = ()
@@ -268,6 +270,15 @@ FAMILIES: dict[str, Family] = {
         },
         packed={"*.mamba.in_proj": "halves"},
         inner_attributes=("intermediate_size",),
+    ),
+    "gemma4_text": Family(
+        {
+            **_roles("*.layers.*", colwise="per_layer_input_gate", rowwise="per_layer_projection"),
+            "*.embed_tokens_per_layer": "replicated",
+            "*.per_layer_model_projection": "latent",
+            "*.per_layer_projection_norm": "replicated",
+        },
+        block_arguments=("per_layer_input",),
     ),
     "minimax": Family(
         _roles("*.layers.*.self_attn", colwise="qkv_proj output_gate", rowwise="out_proj", norm_x="norm"),

@@ -134,6 +134,8 @@ class _Assignment:
             self._check_vocabulary(name, module.num_embeddings)
             self._check_plain(name, module)
             return Role(name, "embedding_rowwise", why or "the model's input embedding")
+        if word == "replicated" and why != GIVEN:
+            return Role(name, word, why)
         self.words.check_fit(name, module, word, OF_EMBEDDINGS)
         self._check_plain(name, module)
         if module.embedding_dim != self.anatomy.hidden:

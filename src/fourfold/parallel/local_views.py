@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -199,6 +200,23 @@ def shard_output(module: nn.Module, grid: Grid) -> None:
         return full.chunk(grid.y, dim=-1)[grid.coordinate("y")]
 
     module.register_forward_hook(shard)
+
+
+def shard_arguments(block: nn.Module, names: tuple[str, ...], grid: Grid) -> None:
+    """Let a block see this x rank's features of arguments that are complete on each rank; their gradient is complete, too."""
+    positions = list(inspect.signature(block.forward).parameters)
+
+    def own(whole: Any) -> Any:
+        if not isinstance(whole, Tensor) or grid.x == 1:
+            return whole
+        whole = sum_backward(whole, grid.collectives, "x", "activation")
+        return whole.chunk(grid.x, dim=-1)[grid.coordinate("x")]
+
+    def shard(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        placed = tuple(own(arg) if name in names else arg for name, arg in zip(positions, args, strict=False))
+        return placed, {key: own(arg) if key in names else arg for key, arg in kwargs.items()}
+
+    block.register_forward_pre_hook(shard, with_kwargs=True)
 
 
 def sum_output(module: nn.Module, name: str, grid: Grid) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fourfold.errors import UnsupportedError
-from fourfold.hf.anatomy import Anatomy, idle_towers, linear_shape
+from fourfold.hf.anatomy import Anatomy, find_blocks, idle_towers, linear_shape
 from fourfold.hf.experts import storage_of
 from fourfold.hf.parameter_layout import ParameterLayout, describe
 from fourfold.hf.role_words import GIVEN, family_of, matches
@@ -34,6 +34,7 @@ from fourfold.parallel.linear import FusedLinearGroup, Linear4D
 from fourfold.parallel.local_views import (
     GradientCheck,
     reject_use,
+    shard_arguments,
     shard_output,
     show_local_heads,
     show_local_parameters,
@@ -174,6 +175,8 @@ class ModuleReplacement:
         for name, module in self.model.named_modules():
             if self.grid.y > 1 and any(matches(pattern, name) for pattern in self.family.cut_outputs):
                 shard_output(module, self.grid)
+        for block in find_blocks(self.model) if self.family.block_arguments else ():
+            shard_arguments(block, self.family.block_arguments, self.grid)
         for tower in idle_towers(self.model):
             reject_use(self.model.get_submodule(tower), tower, self.grid)
             self.out.notes.append(f"{tower} is idle: on this grid the model trains on text only")
