@@ -92,6 +92,21 @@ def test_no_kernel_takes_the_weight_of_a_projection(pool: RankPool) -> None:
     assert pool.run(kernels_with_out_proj, 2) == [(True, False)] * 2
 
 
+def loss_of_meta(name: str, shape: Shape) -> float:
+    stock = tiny_model(find_family(name))
+    batch = tiny_batch(stock)
+    with torch.device("meta"):
+        model = type(stock)(stock.config)
+    ff.parallelize(model.train(), Grid.create(shape), seed=3)
+    return model(**batch).loss.item()
+
+
+@pytest.mark.parametrize("name", ["minimax", pytest.param("nemotron_h", marks=nightly)])
+def test_a_model_on_meta_has_the_values_of_one_rank(pool: RankPool, name: str) -> None:
+    (alone,) = pool.run(loss_of_meta, 1, name, (1, 1, 1, 1))
+    assert pool.run(loss_of_meta, 2, name, (1, 1, 1, 2)) == pytest.approx([alone] * 2, rel=1e-6)
+
+
 def refusal(model: torch.nn.Module, shape: Shape, **options: Any) -> str:
     try:
         ff.parallelize(model, Grid.create(shape), **options)

@@ -129,17 +129,20 @@ def show_local_heads(
     module: nn.Module, family: Family, parts: int, which: int, *, replicated_heads: int, inside: Inside
 ) -> list[str]:
     """Set an attention module's head counts to part ``which`` of ``parts``; returns a description of each change."""
-    changed = []
-    for name in (
-        *HEAD_ATTRIBUTES,
-        *KV_HEAD_ATTRIBUTES,
-        *LINEAR_HEAD_ATTRIBUTES,
-        *family.inner_attributes,
-    ):
+    changed, counts = [], dict[str, int]()
+    buffers = {key: dim for key, dim in family.head_buffers.items() if key in module._buffers}
+    names = (*HEAD_ATTRIBUTES, *KV_HEAD_ATTRIBUTES, *LINEAR_HEAD_ATTRIBUTES, *family.inner_attributes)
+    for name in names:
         value = module.__dict__.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
-            module.__dict__[name] = max(1, value // parts)
-            changed.append(f"{name} {value} -> {module.__dict__[name]}")
+            counts[name] = max(1, value // parts)
+            changed.append(f"{name} {value} -> {counts[name]}")
+    if buffers:  # which the model's initialisation computes from the number of all heads
+        module.__dict__["_of_this_rank"] = (inside, parts, which, counts)
+        module.__class__ = _with_local_buffers(type(module), tuple(buffers.items()), tuple(counts))  # type: ignore[arg-type]
+        changed.append(f"buffer {', '.join(buffers)}")
+    else:
+        module.__dict__.update(counts)
     if replicated_heads and isinstance(module.__dict__.get("num_key_value_groups"), int):
         groups = module.__dict__["num_key_value_groups"]
         # One key/value head remains, and all query heads of this rank attend to it.
@@ -154,30 +157,38 @@ def show_local_heads(
     if family.head_arguments:
         module.register_forward_pre_hook(_select_heads(family.head_arguments, parts, which), with_kwargs=True)
         changed.append(f"argument {', '.join(family.head_arguments)}")
-    buffers = {key: dim for key, dim in family.head_buffers.items() if key in module._buffers}
-    if buffers:
-        module.__dict__["_local_buffers"] = (inside, parts, which)
-        module.__class__ = _with_local_buffers(type(module), tuple(buffers.items()))  # type: ignore[arg-type]
-        changed.append(f"buffer {', '.join(buffers)}")
     return changed
 
 
 @functools.cache
-def _with_local_buffers(cls: type[nn.Module], dims: tuple[tuple[str, int], ...]) -> type[nn.Module]:
-    """A subclass whose code reads the slices of its heads; a state dict has the whole buffers."""
+def _with_local_buffers(
+    cls: type[nn.Module], dims: tuple[tuple[str, int], ...], counts: tuple[str, ...]
+) -> type[nn.Module]:
+    """A subclass whose forward reads the slices of its heads and their number; outside of it both are whole."""
 
-    def reader(key: str, dim: int) -> property:
+    def is_inside(module: nn.Module) -> bool:
+        return torch.compiler.is_compiling() or bool(module.__dict__["_of_this_rank"][0].depth)
+
+    def buffer_reader(key: str, dim: int) -> property:
         def read(self: nn.Module) -> Tensor | None:
-            inside, parts, which = self.__dict__["_local_buffers"]
+            _, parts, which, _ = self.__dict__["_of_this_rank"]
             buffer = self._buffers[key]
-            if buffer is None or not (torch.compiler.is_compiling() or inside.depth):
-                return buffer
-            return cast(Tensor, buffer.chunk(parts, dim)[which])
+            return (
+                cast(Tensor, buffer.chunk(parts, dim)[which])
+                if buffer is not None and is_inside(self)
+                else buffer
+            )
 
         return property(read)
 
-    members: dict[str, Any] = {key: reader(key, dim) for key, dim in dims}
-    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
+    def count_reader(key: str) -> property:
+        def read(self: nn.Module) -> int:
+            return cast(int, (self.__dict__["_of_this_rank"][3] if is_inside(self) else self.__dict__)[key])
+
+        return property(read)
+
+    readers = {key: buffer_reader(key, dim) for key, dim in dims} | {key: count_reader(key) for key in counts}
+    return type(cls.__name__, (cls,), {**readers, "__module__": cls.__module__})
 
 
 @functools.cache
