@@ -54,6 +54,8 @@ GRIDS: tuple[Shape, ...] = (
 )
 SMALL: tuple[Shape, ...] = ((1, 1, 1, 1), (1, 3, 1, 1), (1, 2, 1, 2), (2, 1, 2, 1))
 EXPERT_GRIDS: tuple[Shape, ...] = ((1, 1, 1, 1), (1, 2, 1, 1), (1, 4, 1, 1), (2, 4, 1, 1))
+# Where ranks own the experts of a model of four; on other grids they are gathered.
+OWNED: dict[Shape, Experts] = {(1, 2, 1, 1): ("z",), (1, 1, 1, 2): ("x",), (1, 2, 1, 2): ("z", "x")}
 MODELS = ("gpt2", "qwen3_moe")
 FAULTS = ("momentum", "weight", "schedule")
 SEQUENCES = 120  # divides over every data * z of these grids
@@ -72,17 +74,17 @@ class Outcome:
 
 
 def weights_of(shape: Shape) -> Weights:
-    return "streamed" if (*GRIDS, *EXPERT_GRIDS).index(shape) % 2 else "fsdp2"
+    return "streamed" if (*GRIDS, *EXPERT_GRIDS, *OWNED).index(shape) % 2 else "fsdp2"
 
 
 def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    if kind == "qwen3_moe":
-        experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
+    if kind in ("qwen3_moe", "owned"):
+        experts = {"num_experts": 4 if kind == "owned" else 2, "num_experts_per_tok": 1}
         return Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
                 hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, head_dim=8,
-                vocab_size=VOCABULARY, pad_token_id=None, **experts,
+                vocab_size=VOCABULARY, pad_token_id=None, moe_intermediate_size=24, **experts,
             )
         ).train()  # fmt: skip
     config = GPT2Config(
@@ -93,9 +95,8 @@ def build(kind: str) -> nn.Module:
 
 
 def start(shape: Shape, kind: str = "gpt2") -> TrainState:
-    model = build("qwen3_moe" if kind == "owned" else kind)
-    # Ranks own experts where they can: they store what they do where experts are gathered.
-    experts: Experts = ("z",) if kind == "owned" and shape[1] == 2 else "auto"
+    model = build(kind)
+    experts = OWNED.get(shape, "auto") if kind == "owned" else "auto"
     report = ff.parallelize(
         model, Grid.create(shape, timeout_s=60), weights=weights_of(shape), experts=experts
     )

@@ -1,5 +1,7 @@
 """Arguments of several commands: values that cannot be right are rejected before anything is read."""
 
+import re
+
 import pytest
 from transformers import Qwen3MoeConfig
 
@@ -46,8 +48,13 @@ def test_axes_that_own_experts(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "experts: owned over z=2, 2 of 4 on each rank" in shown
     assert "dispatch" in shown
-    assert main(["dryrun", str(config), "--grid", "1,2,1,1", *batch, "--experts", "x"]) != 0
-    assert "over z alone" in capsys.readouterr().err
+    # By a group of both axes; tokens of the x ranks are theirs alone.
+    assert main(["dryrun", str(config), "--grid", "1,2,1,2", *batch, "--experts", "z,x"]) == 0
+    shown = capsys.readouterr().out
+    assert "experts: owned over z=2 and x=2, 1 of 4 on each rank" in shown
+    assert re.search(r"zx +all_to_all +dispatch", shown)
+    assert main(["dryrun", str(config), "--grid", "1,2,1,1", *batch, "--experts", "y"]) != 0
+    assert "use ('z',), ('x',) or ('z', 'x')" in capsys.readouterr().err
 
 
 SHARED = """

@@ -189,8 +189,9 @@ def test_experts_are_gathered_or_owned_by_axes():
     assert changed().engine.experts == "auto"
     assert changed("engine.experts=cut").engine.experts == "cut"
     assert axes_of(changed('engine.experts=["z"]').engine.experts) == ("z",)
+    assert axes_of(changed('engine.experts=["z", "x"]').engine.experts) == ("z", "x")
     with pytest.raises(ValueError, match="experts"):
-        changed('engine.experts=["x"]')
+        changed('engine.experts=["y"]')
 
 
 def test_fields_are_changed_in_place():

@@ -220,8 +220,8 @@ class EngineSection(Section):
     """Compile each block as one graph (torch.compile); on GPUs it is done unless set, if tensor ranks draw no dropout, and needs a C compiler and Python's headers; on CPUs it needs a C++ compiler."""
     float8: Literal["none", "rowwise_with_gw_hp"] = "none"
     """Matmuls of the linears in blocks: all in precision (none), or outputs and gradients of inputs in e4m3 with a scale for each row, and gradients of weights in precision (rowwise_with_gw_hp); on GPUs with precision bf16 and compute capability 8.9 or newer."""
-    experts: Literal["auto", "cut"] | list[Literal["z"]] = "auto"
-    """Experts of each layer, with z > 1: gathered where they are used (cut), or owned by the ranks of z, to which tokens are sent (["z"]); auto: cut."""
+    experts: Literal["auto", "cut"] | list[Literal["z", "x"]] = "auto"
+    """Experts of each layer: gathered over z where they are used and sharded by features over y and x (cut), or owned by the ranks of z, of x or of both, to which tokens are sent (["z"], ["x"], ["z", "x"]); auto: cut."""
 
     @property
     def is_open(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -63,14 +63,24 @@ def dim_of_heads(parameter: Tensor) -> int:
     return next((dim for dim, size in enumerate(parameter.shape) if size > 1), 0)
 
 
-def assign(model: nn.Module, grid: Grid, given: Mapping[str, str] | None = None) -> list[Role]:
-    """A role for each module that holds parameters; raises `UnsupportedError` where exact results are impossible."""
-    return _Assignment(model, grid, given or {}).roles()
+def assign(
+    model: nn.Module,
+    grid: Grid,
+    given: Mapping[str, str] | None = None,
+    expert_axes: Sequence[Axis] = ("x", "y"),
+) -> list[Role]:
+    """A role for each module that holds parameters; raises `UnsupportedError` where exact results are impossible.
+
+    ``expert_axes`` shard the inner features of experts.
+    """
+    return _Assignment(model, grid, given or {}, expert_axes).roles()
 
 
 class _Assignment:
-    def __init__(self, model: nn.Module, grid: Grid, given: Mapping[str, str]) -> None:
-        self.model, self.grid = model, grid
+    def __init__(
+        self, model: nn.Module, grid: Grid, given: Mapping[str, str], expert_axes: Sequence[Axis]
+    ) -> None:
+        self.model, self.grid, self.expert_axes = model, grid, expert_axes
         self.words = RoleWords(model, grid, given)
         self.family, self.anatomy = self.words.family, self.words.anatomy
         # Routers and gates, by name.
@@ -174,12 +184,13 @@ class _Assignment:
         parent = name.rpartition(".")[0]
         beside = [m for m in self.beside if m.rpartition(".")[0] == parent]
         check_jitter(parent, *(self.anatomy.modules[each] for each in (parent, *beside)))
-        parts = self.grid.x * self.grid.y
+        parts = math.prod(self.grid.size(axis) for axis in self.expert_axes)
         if storage.features % parts:
             fits = math.gcd(parts, storage.features)
+            divided = "x and y whose product" if len(self.expert_axes) > 1 else f"{self.expert_axes[0]} that"
             raise UnsupportedError(
-                f"x*y={parts} does not divide the {storage.features} inner features of an expert of {name}; use x and y whose product divides "
-                f"{storage.features}, such as {fits}, with z={self.grid.z * parts // fits}"
+                f"{'*'.join(self.expert_axes)}={parts} does not divide the {storage.features} inner features of an expert of {name}; use "
+                f"{divided} divides {storage.features}, such as {fits}, with z={self.grid.z * parts // fits}"
             )
         if storage.hidden != self.anatomy.hidden_size:
             raise UnsupportedError(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-# "sequence" is no axis of the mesh but a part of z: neighbours that share sequences (`Grid.sequence_ranks`).
-Axis = Literal["data", "z", "y", "x", "sequence"]
+# Two are no axes of the mesh: "sequence" is a part of z, neighbours that share sequences (`Grid.sequence_ranks`), and "zx" are z and x
+# together, z outside, of ranks that own experts over both (`Grid.join_z_and_x`).
+Axis = Literal["data", "z", "y", "x", "sequence", "zx"]
 AXES: tuple[Axis, ...] = ("data", "z", "y", "x")
 SEQUENCE: Axis = "sequence"
+Z_AND_X: Axis = "zx"
 
 
 def axis_of_mesh(axis: Axis) -> Axis:
-    """The axis of the mesh that its neighbours are on."""
-    return "z" if axis == SEQUENCE else axis
+    """The axis of the mesh that its neighbours are on; of z and x together the outer one."""
+    return "z" if axis in (SEQUENCE, Z_AND_X) else axis
 
 
 def divisors(n: int) -> list[int]:

@@ -192,6 +192,7 @@ class Collectives:
         self._sizes["sequence"] = 1 if shares_sequences is None else shares_sequences.size()
         if shares_sequences is not None:
             self._groups["sequence"] = shares_sequences
+        self.timeout_s: float | None = None  # of the groups, if it was set
         self.clock = clock_of(mesh.device_type)
         self.observers: list[Observer] = []
         # How many of them want to know for how long a rank waited.
@@ -204,6 +205,14 @@ class Collectives:
 
     def size(self, axis: Axis) -> int:
         return self._sizes[axis]
+
+    def has(self, axis: Axis) -> bool:
+        """Is there a group of several ranks?"""
+        return axis in self._groups
+
+    def join(self, axis: Axis, group: dist.ProcessGroup) -> None:
+        """Add an axis that is made of others."""
+        self._sizes[axis], self._groups[axis] = group.size(), group
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
         """The process group of an axis of several ranks."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 # There is no public call that sets the timeout of an existing group (seen in torch 2.13.0).
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fourfold.mesh.axes import AXES, SEQUENCE, Axis, divisors, factorisations
+from fourfold.mesh.axes import AXES, SEQUENCE, Z_AND_X, Axis, divisors, factorisations
 from fourfold.mesh.collectives import Collectives
 from fourfold.mesh.rendezvous import local_device, start_process_group
 
@@ -81,9 +81,19 @@ class Grid:
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of the collectives of every axis, from now on."""
-        for axis in (*AXES, SEQUENCE):
-            if self.size(axis) > 1:
+        self.collectives.timeout_s = seconds
+        for axis in (*AXES, SEQUENCE, Z_AND_X):
+            if self.collectives.has(axis):
                 _set_pg_timeout(timedelta(seconds=seconds), self.collectives.group(axis))
+
+    def join_z_and_x(self) -> None:
+        """Make the group of this rank's neighbours along z and x together, the axis "zx", if both have several. All ranks call it."""
+        if min(self.z, self.x) == 1 or self.collectives.has(Z_AND_X):
+            return
+        places = self.mesh.mesh.movedim(AXES.index("z"), -2).reshape(-1, self.z * self.x)
+        self.collectives.join(Z_AND_X, _group(self.mesh, Z_AND_X, places.tolist()))
+        if self.collectives.timeout_s is not None:
+            self.set_timeout(self.collectives.timeout_s)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -93,6 +103,8 @@ class Grid:
         """The number of ranks along an axis; 1 if the axis is None."""
         if axis == SEQUENCE:
             return self.sequence_ranks
+        if axis == Z_AND_X:
+            return self.z * self.x
         return 1 if axis is None else self.shape[AXES.index(axis)]
 
     def coordinate(self, axis: Axis | None) -> int:
@@ -100,6 +112,8 @@ class Grid:
         # Unlike `get_local_rank`, this is known without process groups: a dry run's are gone when its report is printed.
         if axis == SEQUENCE:
             return self.coordinate("z") % self.sequence_ranks
+        if axis == Z_AND_X:
+            return self.coordinate("z") * self.x + self.coordinate("x")
         place = self.mesh.get_coordinate()
         return 0 if axis is None or place is None else place[AXES.index(axis)]
 
@@ -191,21 +205,27 @@ def _over(mesh: DeviceMesh, device: torch.device, target: str, sequence_ranks: i
     return Grid(data, z, y, x, mesh, device, Collectives(mesh, target, group), target, sequence_ranks)
 
 
-_sequence_groups: dict[tuple[int, int], tuple[DeviceMesh, dist.ProcessGroup]] = {}
-
-
 def _sequence_group(mesh: DeviceMesh, ranks: int) -> dist.ProcessGroup | None:
     """The group of this rank's neighbours along z that share its sequences. All ranks of the mesh call it."""
     if ranks == 1:
         return None
     if ranks == mesh.size(AXES.index("z")):
         return mesh.get_group("z")
-    known = _sequence_groups.get((id(mesh), ranks))
+    places = mesh.mesh.movedim(AXES.index("z"), -1).reshape(-1, ranks)
+    return _group(mesh, SEQUENCE, places.tolist())
+
+
+_groups: dict[tuple[int, Axis, int], tuple[DeviceMesh, dist.ProcessGroup]] = {}
+
+
+def _group(mesh: DeviceMesh, axis: Axis, places: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's of groups that ``places`` list, the same at each call: a mesh is that of several grids."""
+    key = (id(mesh), axis, len(places[0]))
+    known = _groups.get(key)
     if known is None or known[0] is not mesh:
-        places = mesh.mesh.movedim(AXES.index("z"), -1).reshape(-1, ranks)
-        group, _ = dist.new_subgroups_by_enumeration(places.tolist())
+        group, _ = dist.new_subgroups_by_enumeration(places)
         assert group is not None
-        known = _sequence_groups[id(mesh), ranks] = (mesh, group)
+        known = _groups[key] = (mesh, group)
     return known[1]
 
 

@@ -52,14 +52,15 @@ class _RowExchange:
 class _SendRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _RowExchange) -> Tensor:
-        ctx.exchange = exchange
+        ctx.exchange, ctx.rows = exchange, len(rows)
         return computed_once(rows.device, lambda: exchange.send(rows, in_forward=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         there: _RowExchange = ctx.exchange
         back = _RowExchange(there.collectives, there.axis, there.sizes.backwards(), there.purpose, there.name)
-        return back.send(gradients[0], in_forward=False), None
+        # The row of zeros where none came is one of the input only if that had it.
+        return back.send(gradients[0], in_forward=False)[: ctx.rows], None
 
 
 def exchange_counts(counts: Tensor, collectives: Collectives, axis: Axis, name: str = "") -> Tensor:

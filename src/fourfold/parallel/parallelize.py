@@ -15,6 +15,7 @@ from fourfold.hf.init_recorder import record_initialization, restore_buffers
 from fourfold.hf.init_replay import InitReplay
 from fourfold.hf.roles import assign
 from fourfold.hf.safetensors_reader import CheckpointFiles
+from fourfold.mesh.axes import Z_AND_X
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.offloading import Copies, Offloading, copies_of
 from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_split
@@ -93,8 +94,9 @@ def parallelize(
         float8: of the matmuls of linears in blocks. ``rowwise_with_gw_hp``: outputs and the gradients of inputs in e4m3, with a scale for
             each row, as in torchao's recipe of that name; the gradients of weights in ``precision``.
         lora: train adapters of low rank (`Lora`) instead of the weights, which are frozen, and stored in ``precision``, or in NF4.
-        experts: with z > 1: gathered where they are used, as other weights are (``cut``), or owned by z ranks, to which the tokens are
-            sent (``("z",)``). With either, their inner features are sharded over y and x. ``auto`` is ``cut``.
+        experts: gathered over z where they are used, as other weights are, with their inner features sharded over y and x (``cut``); or
+            owned by ranks, to which the tokens are sent: of z (``("z",)``), of x (``("x",)``) or of both (``("z", "x")``). Axes that are
+            not named do as with ``cut``. ``auto`` is ``cut``.
         checkpoint: a folder of safetensors, as `save_pretrained` writes it.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 
@@ -182,7 +184,9 @@ def arrange(
 
     # 1. Sequences that neighbours along z share, and the role of each module.
     let_share_sequences(model, grid, options)
-    roles = assign(model, grid, options.roles)
+    if owned.axis == Z_AND_X:
+        grid.join_z_and_x()
+    roles = assign(model, grid, options.roles, ("y",) if owned.over_x else ("x", "y"))
     sequence, why_activations = choose_activations(model, roles, grid, options.activations)
     tokens = sequence.tokens if sequence else None
     replays = record_initialization(model, seed=seed) if seed is not None else {}
@@ -222,7 +226,7 @@ def arrange(
     # 2. Linears, norms and embeddings on the grid; every parameter becomes this rank's block, a DTensor.
     inside = Inside()
     replaced = ModuleReplacement(
-        model, grid, dropout, inside, overlap, sequence, weights, in_float8, options.lora, packed, owned.names
+        model, grid, dropout, inside, overlap, sequence, weights, in_float8, options.lora, packed, owned
     ).run(roles)
 
     # 3. The loss of logits whose vocabulary is sharded over x, and of a batch that is sharded over z and data.

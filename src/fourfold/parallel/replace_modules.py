@@ -20,12 +20,14 @@ from fourfold.hf.roles import Role, dim_of_heads
 from fourfold.mesh.axes import Axis
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.dropout import Dropout
+from fourfold.parallel.experts.choice import OwnedExperts
 from fourfold.parallel.experts.cut import (
     cut_experts,
     read_whole_features,
     seen_by_experts,
     show_local_features,
 )
+from fourfold.parallel.experts.own_tokens import send_own_tokens
 from fourfold.parallel.experts.owned import own_experts
 from fourfold.parallel.experts.whole_features import WholeFeatures
 from fourfold.parallel.float8.choice import check_pieces
@@ -60,7 +62,7 @@ class Replaced:
     head: nn.Module | None = None
     vocab_size: int | None = None
     groups: list[FusedLinearGroup] = field(default_factory=list)
-    # Experts that z ranks own.
+    # Experts that z ranks own, also those that z and x own together.
     owners: list[nn.Module] = field(default_factory=list)
 
 
@@ -68,7 +70,7 @@ class ModuleReplacement:
     """Replaces every module that has a role by its parallel form, in place.
 
     ``sequence_roles`` are for sequence-parallel activations, ``float8`` the linears that compute in it, ``lora`` the adapters, ``packed`` the
-    linears whose weights are in NF4, ``owned`` the experts that z ranks own. With x = y = 1 all other modules stay the stock ones, and with FSDP2 parameters stay plain tensors.
+    linears whose weights are in NF4, ``owned`` the experts that ranks own. With x = y = 1 all other modules stay the stock ones, and with FSDP2 parameters stay plain tensors.
     """
 
     def __init__(
@@ -83,10 +85,10 @@ class ModuleReplacement:
         float8: Collection[str],
         lora: Lora | None = None,
         packed: Collection[str] = (),
-        owned: Collection[str] = (),
+        owned: OwnedExperts | None = None,
     ) -> None:
         self.weights, self.float8, self.lora, self.packed = weights, float8, lora, packed
-        self.owned = owned
+        self.owned = owned or OwnedExperts()
         self.plain = weights == "fsdp2" and grid.x * grid.y == 1
         self.model, self.grid, self.dropout, self.inside, self.overlap = model, grid, dropout, inside, overlap
         self.sequence_roles = sequence_roles
@@ -356,27 +358,34 @@ class ModuleReplacement:
 
     def _experts(self, role: Role, module: nn.Module) -> None:
         storage = storage_of(module, role.name)
+        over_x = self.owned.over_x and role.name in self.owned.names
+        of_features: tuple[Axis, ...] = ("y",) if over_x else ("y", "x")
         gradient_axes = self.kept.setdefault(module, {})
         for key, source in module._parameters.items():
             if source is None:
                 continue
             name, dim = f"{role.name}.{key}", storage.inner.get(key)
-            if dim is None:
-                layout = ParameterLayout.whole(name, source)
-            elif key in storage.halved:
-                layout = ParameterLayout.halves(name, source, dim, {"y": dim + 1, "x": dim + 1})
+            cuts: dict[Axis, int] = {"x": 0} if over_x else {}
+            if dim is not None:
+                cuts |= dict.fromkeys(of_features, dim + (key in storage.halved))
+            if dim is not None and key in storage.halved:
+                layout = ParameterLayout.halves(name, source, dim, cuts)
             else:
-                layout = ParameterLayout.whole(name, source, {"y": dim, "x": dim})
+                layout = ParameterLayout.whole(name, source, cuts)
             module._parameters[key] = self._parameter(role.name, key, source, layout)
             gradient_axes[key] = ()
-        self.seen_as[module] = {key: seen_by_experts(key, storage, self.grid) for key in gradient_axes}
+        self.seen_as[module] = {
+            key: seen_by_experts(key, storage, self.grid, of_features) for key in gradient_axes
+        }
         self._own(role, module)
-        self._note(module, cut_experts(module, role.name, self._whole_features(role), storage))
+        wrap = send_own_tokens if over_x else cut_experts
+        self._note(module, wrap(module, role.name, self._whole_features(role), storage))
 
     def _own(self, role: Role, module: nn.Module) -> None:
-        if role.name in self.owned:
-            self.out.owners.append(module)
-            self._note(module, own_experts(module, role.name, self.grid))
+        if role.name in self.owned.names:
+            if self.owned.over_z:
+                self.out.owners.append(module)
+            self._note(module, own_experts(module, role.name, self.grid, self.owned.axis))
 
     def _reader(self, role: Role, module: nn.Module) -> None:
         """A router or gate: stock modules, whole on each rank."""
@@ -500,7 +509,7 @@ class ModuleReplacement:
 
     def _new(self, module_name: str, key: str, source: Tensor, layout: ParameterLayout) -> nn.Parameter:
         self.out.layouts[f"{module_name}.{key}" if module_name else key] = layout
-        is_plain = self.plain and module_name not in self.owned
+        is_plain = self.plain and module_name not in self.owned.names
         parameter = self._on_device(source) if is_plain else layout.parameter(source, self.grid)
         return (
             packed_parameter(parameter)

@@ -360,7 +360,7 @@ def rejected(shape: Shape) -> dict[str, str]:
             ff.parallelize(tiny_model(find_family(family)), grid, experts=experts, **options)
         found[what] = str(error.value)
 
-    attempt("x", "qwen3_moe", ("x",))
+    attempt("y", "qwen3_moe", ("y",))
     attempt("word", "qwen3_moe", "own")
     attempt("dense", "llama")
     attempt("compile", "qwen3_moe", compile=True)
@@ -376,7 +376,7 @@ def rejected(shape: Shape) -> dict[str, str]:
 
 def test_what_is_rejected_by_name(pool: RankPool) -> None:
     for found in pool.run(rejected, 2, (1, 2, 1, 1)):
-        assert "over z alone; use ('z',), or 'cut'" in found["x"]
+        assert "use ('z',), ('x',) or ('z', 'x'), or 'cut'" in found["y"]
         assert "'own' is not supported" in found["word"]
         assert "has no experts" in found["dense"]
         assert "with compile=True is not supported" in found["compile"]
@@ -427,8 +427,8 @@ def test_a_dry_run_has_rows_spread_evenly() -> None:
 
 
 def test_a_checkpoint_loads_where_experts_are_gathered(pool: RankPool, tmp_path: Path) -> None:
-    """Saved where ranks own experts (FSDP2), loaded where they are gathered (z=1 and 4), and back: bit-equal, and training goes on."""
-    grids: tuple[Shape, ...] = ((1, 1, 1, 1), (1, 2, 1, 1), (1, 4, 1, 1))
+    """Saved where ranks own experts, over z and over z and x, loaded where they are gathered, and back: bit-equal, and training goes on."""
+    grids: tuple[Shape, ...] = ((1, 1, 1, 1), (1, 2, 1, 1), (1, 2, 1, 2))
     verdicts = reshard.reshard(pool, grids, tmp_path, kind="owned")
     assert len(verdicts) == len(grids) ** 2
     assert {pair: verdict for pair, verdict in verdicts.items() if not verdict.holds()} == {}

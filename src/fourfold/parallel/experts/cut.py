@@ -16,13 +16,14 @@ would fall differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from fourfold.errors import UnsupportedError
 from fourfold.hf.experts import HIDDEN_ATTRIBUTES, ExpertStorage
+from fourfold.mesh.axes import Axis
 from fourfold.mesh.exchange import gather, scatter
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.reductions import sum_backward, sum_forward
@@ -67,14 +68,18 @@ def cut_experts(module: nn.Module, name: str, whole: WholeFeatures, storage: Exp
     # llama4 has the input of each expert, one after the other, and no routing.
     experts = module._parameters["down_proj"].shape[0]  # type: ignore[union-attr]
 
+    def of_all_tokens(tensor: Tensor, rows: int) -> Tensor:
+        tensor = routed(tensor, rows, name, whole)
+        return gather(tensor, collectives, "x", 0, "routing", name) if by_tokens else tensor
+
     def forward(hidden: Tensor, *routing: Tensor, **by_name: Tensor) -> Tensor:
         groups = 1 if routing or by_name else experts
         rows = hidden.numel() // hidden.shape[-1]
         gathered = whole.of(hidden, name).view(groups, -1, whole.hidden)
         if by_tokens:
             gathered = gather(gathered, collectives, "x", 1, "activation", name)
-        routing = tuple(_routed(each, rows, name, whole) for each in routing)
-        by_name = {key: _routed(each, rows, name, whole) for key, each in by_name.items()}
+        routing = tuple(of_all_tokens(each, rows) for each in routing)
+        by_name = {key: of_all_tokens(each, rows) for key, each in by_name.items()}
         parts = inner(gathered.reshape(-1, whole.hidden), *routing, **by_name).view(groups, -1, whole.hidden)
         if by_tokens:
             parts = scatter(parts, collectives, "x", 1, "activation", name)
@@ -83,20 +88,15 @@ def cut_experts(module: nn.Module, name: str, whole: WholeFeatures, storage: Exp
         return sum_forward(own, collectives, "x", "activation", name).view(hidden.shape)
 
     module.forward = forward
-    changed = []
-    for attribute in _INNER_ATTRIBUTES:
-        value = module.__dict__.get(attribute)
-        if type(value) is int and value == storage.features:
-            module.__dict__[attribute] = value // (grid.x * grid.y)
-            changed.append(f"{attribute} {value} -> {module.__dict__[attribute]}")
+    changed = show_inner_features(module, storage, grid.x * grid.y)
     if hasattr(module, "identity_expert"):
         module.identity_expert = _ShareOfIdentity(grid.x * grid.y)
         changed.append(f"identity experts: 1/{grid.x * grid.y} of their input")
     return changed
 
 
-def _routed(tensor: Tensor, rows: int, name: str, whole: WholeFeatures) -> Tensor:
-    """The choices of all tokens, or their weights."""
+def routed(tensor: Tensor, rows: int, name: str, whole: WholeFeatures) -> Tensor:
+    """The choices of a rank's tokens, or their weights, of whose gradient ranks have parts."""
     if not isinstance(tensor, Tensor) or tensor.shape[0] != rows:
         shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
         raise UnsupportedError(
@@ -104,9 +104,7 @@ def _routed(tensor: Tensor, rows: int, name: str, whole: WholeFeatures) -> Tenso
         )
     if tensor.is_floating_point():
         tensor = _summed(tensor, whole.grid, name, by_tokens=whole.by_tokens)
-    if not whole.by_tokens:
-        return tensor
-    return gather(tensor, whole.grid.collectives, "x", 0, "routing", name)
+    return tensor
 
 
 class _ShareOfIdentity(nn.Module):
@@ -120,13 +118,26 @@ class _ShareOfIdentity(nn.Module):
         return hidden / self.ranks
 
 
-def seen_by_experts(key: str, storage: ExpertStorage, grid: Grid) -> Callable[[Tensor], Tensor]:
-    """What the code of experts reads in place of this rank's part of a parameter."""
+def show_inner_features(module: nn.Module, storage: ExpertStorage, parts: int) -> list[str]:
+    """Set the number of inner features that experts have here, one of ``parts``; returns a description of each change."""
+    changed = []
+    for attribute in _INNER_ATTRIBUTES:
+        value = module.__dict__.get(attribute)
+        if parts > 1 and type(value) is int and value == storage.features:
+            module.__dict__[attribute] = value // parts
+            changed.append(f"{attribute} {value} -> {module.__dict__[attribute]}")
+    return changed
+
+
+def seen_by_experts(
+    key: str, storage: ExpertStorage, grid: Grid, axes: Sequence[Axis]
+) -> Callable[[Tensor], Tensor]:
+    """What the code of experts reads in place of this rank's part of a parameter; ``axes`` shard inner features."""
     if key in storage.halved:
         dim = storage.inner[key]
         return lambda block: block.flatten(dim, dim + 1)
     if key in storage.of_output:
-        is_first = grid.coordinate("x") == grid.coordinate("y") == 0
+        is_first = not any(grid.coordinate(axis) for axis in axes)
         return lambda block: once_in_sum(block, is_first)
     return _unchanged
 

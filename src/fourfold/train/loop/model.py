@@ -77,7 +77,7 @@ def build_model(
     return module, report if attention is None else report.with_note(attention)
 
 
-def axes_of(experts: Literal["auto", "cut"] | list[Literal["z"]]) -> Experts:
+def axes_of(experts: Literal["auto", "cut"] | list[Literal["z", "x"]]) -> Experts:
     """The experts of a run config, as `parallelize` takes them."""
     return tuple(experts) if isinstance(experts, list) else experts
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from fourfold.mesh.axes import AXES, SEQUENCE, Axis, axis_of_mesh
+from fourfold.mesh.axes import AXES, SEQUENCE, Z_AND_X, Axis, axis_of_mesh
 from fourfold.train.resilience.hang.status import InFlight, RankStatus
 
 
@@ -32,7 +32,11 @@ def axis_group(rank: int, axis: Axis, shape: Sequence[int], sequence_ranks: int 
         ([1, 5], [4, 5])
         >>> axis_group(5, "sequence", (1, 8, 1, 1), sequence_ranks=2)
         [4, 5]
+        >>> axis_group(5, "zx", (1, 2, 2, 2))
+        [0, 1, 4, 5]
     """
+    if axis == Z_AND_X:
+        return sorted(r for of_z in axis_group(rank, "z", shape) for r in axis_group(of_z, "x", shape))
     place = AXES.index(axis_of_mesh(axis))
     size, stride = shape[place], prod(shape[place + 1 :])
     if axis == SEQUENCE:
