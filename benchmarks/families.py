@@ -18,13 +18,15 @@ or stays; the row says so.
     python -m benchmarks.families --only llama gpt2
     python -m benchmarks.families --compile
     python -m benchmarks.families --experts z
+    python -m benchmarks.families --experts z x
 
 With --compile everything is on: blocks compiled, each as one graph (by aot_eager, without code generation), selective recomputation, and two
 micro-batches whose gradients are accumulated in shards. A break of a graph, or one that is made after the second step, is a defect. A
 family whose blocks cannot be compiled is refused, with the reason. Every rank traces every block, so grids have four ranks here: one with z
 and x, and by tokens one with y and x.
 
-With --experts z, ranks of z own experts and tokens are sent to them: families whose plan has experts, on three grids.
+With --experts z, ranks of z own experts and tokens are sent to them: families whose plan has experts, on three grids. So with x, and with z x,
+where ranks of both do, of as many experts as ranks.
 """
 
 from __future__ import annotations
@@ -41,10 +43,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.ranks import RankError, RankPool
+from benchmarks.tiny_configs import EXPERTS
 from benchmarks.tiny_models import Family, families, find_family, tiny_batch, tiny_loss, tiny_model
 from fourfold.errors import UnsupportedError
 from fourfold.hf.anatomy import idle_towers
 from fourfold.hf.experts import is_experts
+from fourfold.mesh.axes import AXES, Axis
 from fourfold.mesh.grid import Grid
 from fourfold.parallel import compiled
 from fourfold.parallel.options import Activations
@@ -65,9 +69,12 @@ COMPILED_GRIDS: dict[Activations, tuple[Shape, ...]] = {
     "replicated": ((1, 2, 1, 2),),
     "sequence-parallel": ((1, 1, 2, 2),),
 }
-# Experts that z ranks own.
-OWNED: dict[str, Any] = {"experts": ("z",)}
-OWNED_GRIDS: tuple[Shape, ...] = ((1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 2))
+# By the axes whose ranks own experts.
+OWNED_GRIDS: dict[tuple[Axis, ...], tuple[Shape, ...]] = {
+    ("z",): ((1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 2, 2)),
+    ("x",): ((1, 1, 1, 4), (1, 1, 2, 2)),
+    ("z", "x"): ((1, 2, 1, 4),),
+}
 WITHOUT_LOSS = ("diffusion_gemma", "embedding_gemma2", "muse_glimmer_assistant")
 LOSS_BAR = 1e-5
 GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
@@ -107,14 +114,15 @@ def check_rank(
     options: dict[str, Any] | None = None,
 ) -> Outcome:
     """One family on one grid, on this rank: the stock model first, then the parallel one."""
-    family = find_family(name)
+    family, owners = find_family(name), _owners(options)
+    experts = max(EXPERTS, math.prod(shape[AXES.index(axis)] for axis in owners))
     try:
-        stock = tiny_model(family)
+        stock = tiny_model(family, experts=experts)
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("transformers.models."):
             raise  # a package that is not installed
         return Outcome("missing", str(error))  # transformers lists the family, and does not contain its code
-    if options == OWNED and not any(is_experts(module) for module in stock.modules()):
+    if owners and not any(is_experts(module) for module in stock.modules()):
         return Outcome("refused", "it has no experts as it is configured here")
     batch = tiny_batch(stock)
     expected = tiny_loss(stock, batch)
@@ -122,9 +130,9 @@ def check_rank(
     gradients = {n: p.grad for n, p in stock.named_parameters()}
     largest = max(float(g.abs().max()) for g in gradients.values() if g is not None)
 
-    model = tiny_model(family)
+    model = tiny_model(family, experts=experts)
     grid = Grid.create(shape, timeout_s=300)  # while one rank traces, the others wait
-    parts = _own_parts(batch, grid, 1 if not options or options == OWNED else 2)
+    parts = _own_parts(batch, grid, 1 if not options or owners else 2)
     graphs = _Graphs()
     try:
         # So small a bundle that matrices have collectives of their own.
@@ -166,10 +174,10 @@ def check_rank(
                 worst, where = error, parameter_name
     if not loss_error <= LOSS_BAR:
         return Outcome("failed", f"loss {loss.item():.7g} instead of {expected.item():.7g}", worst)
-    details = [f" {graphs.count} graphs"] if options and options != OWNED else []
+    details = [f" {graphs.count} graphs"] if options and not owners else []
     if not worst <= GRADIENT_BAR:
         hf_name = report.layouts[where].hf_name
-        rounding = _rounding(family, hf_name, gradients[hf_name])
+        rounding = _rounding(family, hf_name, gradients[hf_name], experts)
         if not worst <= rounding:
             return Outcome("failed", f"gradient of {where} is off by {worst:.1e} of its maximum", worst)
         details.append(
@@ -180,11 +188,11 @@ def check_rank(
     return Outcome("verified", "".join(details), worst)
 
 
-def _rounding(family: Family, name: str, gradient: Tensor) -> float:
+def _rounding(family: Family, name: str, gradient: Tensor, experts: int) -> float:
     """How much this gradient of the stock model changes, of its maximum, when each weight moves by its last bit or stays."""
     largest = 0.0
     for seed in range(8):
-        model = tiny_model(family)
+        model = tiny_model(family, experts=experts)
         drawn = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -264,7 +272,8 @@ def check(
 ) -> Outcome:
     """The outcome of a family over all grids and ranks: the worst of them."""
     worst = Outcome("verified")
-    for shape in _grids(activations, options):
+    grids = _grids(activations, options)
+    for shape in grids:
         try:
             outcomes = pool.run(
                 check_rank, math.prod(shape), family.name, shape, activations, options, timeout_s=600
@@ -274,8 +283,9 @@ def check(
         for status in ("failed", "missing", "refused"):
             found = next((o for o in outcomes if o.status == status), None)
             if found is not None:
-                if options == OWNED and worst.gradient:
-                    return replace(found, detail=f"{found.detail} [{OWNED_GRIDS[:2]}: exact]")
+                if _owners(options) and worst.gradient:
+                    exact = ", ".join(map(str, grids[: grids.index(shape)]))
+                    return replace(found, detail=f"{found.detail} [{exact}: exact]")
                 if status != "refused" or activations != "replicated" or options:
                     return found
                 return _beside(pool, family, found)
@@ -283,9 +293,16 @@ def check(
     return worst
 
 
+def _owners(options: dict[str, Any] | None) -> tuple[Axis, ...]:
+    """The axes whose ranks own experts."""
+    owners: tuple[Axis, ...] = (options or {}).get("experts", ())
+    return owners
+
+
 def _grids(activations: Activations, options: dict[str, Any] | None) -> tuple[Shape, ...]:
-    if options == OWNED:
-        return OWNED_GRIDS if activations == "replicated" else OWNED_GRIDS[-1:]
+    if owners := _owners(options):
+        grids = OWNED_GRIDS[owners]
+        return grids if activations == "replicated" or "x" in owners else grids[-1:]
     return COMPILED_GRIDS[activations] if options else GRIDS
 
 
@@ -322,13 +339,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--compile", action="store_true", help="compile blocks, recompute selectively, accumulate in shards"
     )
-    parser.add_argument("--experts", choices=("z",), help="let ranks of z own experts")
+    parser.add_argument(
+        "--experts", nargs="+", choices=("z", "x"), help="let ranks of z, of x or of both own experts"
+    )
     options = parser.parse_args(arguments)
     if options.compile and options.experts:
         parser.error(
             "blocks with experts that ranks own are not compiled; use one of --compile and --experts"
         )
-    given = EVERYTHING if options.compile else OWNED if options.experts else None
+    owners = tuple(axis for axis in AXES if axis in (options.experts or ()))
+    given = EVERYTHING if options.compile else {"experts": owners} if owners else None
     chosen = [find_family(name) for name in options.only] if options.only else families()
     if options.experts:
         chosen = [family for family in chosen if options.only or "moe_tp_experts" in family.plan_styles]

@@ -39,6 +39,9 @@ _NAMES_OF_SIZE = {
         num_nextn_predict_layers first_k_dense_replace num_dense_layers""",
     VOCAB: "vocab_size vocab_size_per_layer_input",
 }
+EXPERT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk")
+EXPERTS, CHOSEN = 4, 2
 SIZES = {name: size for size, names in _NAMES_OF_SIZE.items() for name in names.split()}
 
 # Sizes to give although the config leaves them to be derived.
@@ -171,6 +174,16 @@ def tiny_config(config_class: type[PreTrainedConfig], overrides: dict[str, Any])
         values[name] = tiny_config(sub_class, overrides.get(name, {}))
     values |= {k: v for k, v in overrides.items() if not isinstance(values.get(k), PreTrainedConfig)}
     return config_class(**values)
+
+
+def set_experts(config: PreTrainedConfig, experts: int, chosen: int) -> None:
+    """Other numbers than `EXPERTS`, of which a token chooses `CHOSEN`, also in sub-configs."""
+    subs = [getattr(config, name, None) for name in config.sub_configs]
+    for each in (config, *(sub for sub in subs if isinstance(sub, PreTrainedConfig))):
+        for names, before, after in ((EXPERT_NAMES, EXPERTS, experts), (CHOSEN_NAMES, CHOSEN, chosen)):
+            for name in names:
+                if getattr(each, name, None) == before:
+                    setattr(each, name, after)
 
 
 def _tiny_fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:

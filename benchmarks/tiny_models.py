@@ -17,7 +17,15 @@ import transformers.models
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.tiny_configs import EXTRA_FAMILIES, FIRST_ORDINARY_TOKEN, OVERRIDES, tiny_config
+from benchmarks.tiny_configs import (
+    CHOSEN,
+    EXPERTS,
+    EXTRA_FAMILIES,
+    FIRST_ORDINARY_TOKEN,
+    OVERRIDES,
+    set_experts,
+    tiny_config,
+)
 
 # In order of preference, among the classes a family's modelling file defines.
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForBlockDiffusion")
@@ -68,10 +76,13 @@ def find_family(name: str) -> Family:
     return row
 
 
-def tiny_model(family: Family, *, seed: int = 0) -> PreTrainedModel:
+def tiny_model(
+    family: Family, *, seed: int = 0, experts: int = EXPERTS, chosen: int = CHOSEN
+) -> PreTrainedModel:
     """A model of `family` with seeded random weights: fp32, on the CPU, in train mode, all dropouts zero."""
     model_class, config_class = _model_and_config_class(family)
     config = tiny_config(config_class, OVERRIDES.get(family.name, {}))
+    set_experts(config, experts, chosen)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class._from_config(config, dtype=torch.float32, **MODEL_ARGUMENTS.get(family.name, {}))
