@@ -98,10 +98,6 @@ def test_a_minimal_file_is_valid():
             r"experts\.bias_rate with engine\.compile=true.*set engine\.compile to false",
         ),
         (
-            "experts.load_metrics=true engine.experts=['z']",
-            r"experts\.load_metrics with engine\.experts=\['z'\] was not tested; use 'cut'",
-        ),
-        (
             "experts.load_metrics=true reliability.torchft_lighthouse='http://head:1' grid.z=1",
             r"experts\.load_metrics with reliability\.torchft_lighthouse",
         ),

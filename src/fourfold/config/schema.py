@@ -442,10 +442,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"{on} with engine.compile=true is not supported: routers in compiled blocks cannot be read; set engine.compile to false"
             )
-        if self.engine.experts not in ("auto", "cut"):
-            raise ValueError(
-                f"{on} with engine.experts={self.engine.experts!r} was not tested; use 'cut', or leave the auxiliary loss, the bias and load_metrics out"
-            )
         if self.reliability.torchft_lighthouse is not None:
             raise ValueError(
                 f"{on} with reliability.torchft_lighthouse is not supported: replicas are separate jobs, whose tokens would be counted "

@@ -172,11 +172,6 @@ def arrange(
     model_name = type(model).__name__  # fully_shard changes the class
 
     owned = choose_owned(model, grid, options.experts)
-    if owned.names and asks_for_balance_loss(model):
-        raise UnsupportedError(
-            f"experts={options.experts!r} with the auxiliary loss (output_router_logits=True) is not supported; use experts='cut', or leave "
-            "the loss out"
-        )
     if owned.names and grid.sequence_ranks > 1:
         raise UnsupportedError(
             f"experts={options.experts!r} with sequence_ranks={grid.sequence_ranks} is not supported; use experts='cut', or sequence_ranks=1"

@@ -163,6 +163,19 @@ def test_other_families(pool: RankPool, name: str) -> None:
             {"weights": "streamed", "activation_checkpointing": "selective", "accumulation": "sharded"},
             {"pads": True, "micro_batches": 2},
         ),
+        # Owned experts: the tokens whose logits are summed are a rank's own.
+        ((1, 2, 1, 2), {"weights": "fsdp2", "experts": ("z", "x")}, {"pads": True, "micro_batches": 2}),
+        *(
+            pytest.param(
+                (1, 2, 1, 2), {"experts": experts, **options}, {"pads": True}, marks=pytest.mark.nightly
+            )
+            for experts, options in (
+                (("z",), {"weights": "streamed", "activations": "replicated"}),
+                (("x",), {"weights": "fsdp2", "activation_checkpointing": "full"}),
+                (("z", "x"), {"weights": "streamed", "activations": "replicated"}),
+                (("z", "x"), {"weights": "streamed", "activation_checkpointing": "selective"}),
+            )
+        ),
         pytest.param(
             (1, 2, 1, 2),
             {"weights": "streamed", "activation_checkpointing": "full"},
@@ -180,7 +193,8 @@ def test_other_families(pool: RankPool, name: str) -> None:
 def test_with_padding_micro_batches_and_other_options(
     pool: RankPool, shape: Shape, options: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    verify(pool, "qwen3_moe", shape, options=options, **given)
+    others = {name: value for name, value in options.items() if name != "activations"}
+    verify(pool, "qwen3_moe", shape, options.get("activations", "auto"), options=others, **given)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

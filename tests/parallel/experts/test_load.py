@@ -104,9 +104,15 @@ def test_counts_and_bias_are_those_of_one_process(
     [
         ((2, 1, 1, 1), {"weights": "fsdp2", "activation_checkpointing": "full"}),
         ((1, 1, 2, 1), {"weights": "streamed", "activation_checkpointing": "selective"}),
+        # A choice counts where its token is from.
+        ((1, 2, 1, 2), {"experts": ("z", "x"), "activation_checkpointing": "full"}),
+        pytest.param((1, 2, 1, 2), {"experts": ("x",), "weights": "fsdp2"}, marks=pytest.mark.nightly),
+        pytest.param((1, 2, 1, 2), {"experts": ("z",), "weights": "fsdp2"}, marks=pytest.mark.nightly),
     ],
 )
-def test_recomputed_blocks_count_once(pool: RankPool, shape: Shape, options: dict[str, Any]) -> None:
+def test_recomputed_blocks_and_owned_experts_count_once(
+    pool: RankPool, shape: Shape, options: dict[str, Any]
+) -> None:
     check(pool, "deepseek_v3", shape, options=options)
 
 

@@ -113,7 +113,7 @@ def train_with_bias(
 
 def test_the_bias_is_saved_and_exported_and_goes_on_where_it_was(pool: RankPool, tmp_path: Path) -> None:
     values = write_run(tmp_path, "glm4_moe")
-    run = on(values, (1, 2, 1, 1), experts={"bias_rate": RATE})
+    run = on(values, (1, 2, 1, 1), experts={"bias_rate": RATE}, engine={"experts": ["z"]})
     (first, before), *_ = pool.run(train_with_bias, 2, run, stop_at=2)
     (rest, after), *_ = pool.run(train_with_bias, 1, on(values, (1, 1, 1, 1), experts={"bias_rate": RATE}))
     losses, biases = first | rest, before | after
@@ -135,6 +135,7 @@ def test_metrics_and_report_have_the_load_of_experts(pool: RankPool, tmp_path: P
         write_run(tmp_path, "qwen3_moe"),
         (1, 2, 1, 1),
         experts={"load_metrics": True, "aux_loss_coef": COEFFICIENT},
+        engine={"experts": ["z"]},
         batch={"micro_batch_sequences": 2},
         logging={"every_steps": 2},
         evaluation={"sequences": 0},
