@@ -80,9 +80,13 @@ def _blocks(kind: str) -> list[list[Linear]]:
 
 
 def expected(
-    kind: str, shape: tuple[int, int, int, int], weights: Weights
+    kind: str,
+    shape: tuple[int, int, int, int],
+    weights: Weights,
+    groups: list[list[Linear]] | None = None,
 ) -> dict[tuple[str, str], Fraction]:
-    """Bytes that each rank sends in one step, by axis and purpose, from the formulas alone."""
+    """Bytes that each rank sends in one step, by axis and purpose, from the formulas alone; ``groups``: of a block, if it has others."""
+    groups = _blocks(kind) if groups is None else groups
     size = dict(zip(("data", "z", "y", "x"), shape, strict=True))
     tokens = BATCH * SEQUENCE // (size["data"] * size["z"])  # m / Gz
     sent: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
@@ -98,7 +102,7 @@ def expected(
         all_reduce("data", Fraction(elements, size["z"]), "gradient")
 
     head = Linear(H, VOCABULARY, "y", "x")
-    for group in [*(g for _ in range(LAYERS) for g in _blocks(kind)), [head]]:
+    for group in [*(g for _ in range(LAYERS) for g in groups), [head]]:
         for linear in group:
             all_reduce(linear.in_axis, Fraction(tokens * linear.n, size[linear.out_axis]), "activation")
         k = group[0].k  # one gradient of the shared input
@@ -106,9 +110,7 @@ def expected(
     # The lookup in a vocabulary that is cut over x: one all-reduce forward, none backward.
     all_reduce("x", Fraction(tokens * H, size["y"]), "activation")
 
-    matrices = Fraction(
-        sum(linear.k * linear.n for g in _blocks(kind) for linear in g), size["y"] * size["x"]
-    )
+    matrices = Fraction(sum(linear.k * linear.n for g in groups for linear in g), size["y"] * size["x"])
     norm = Fraction(H, size["y"])
     table = Fraction(VOCABULARY * H, size["x"] * size["y"])
     if kind == "llama":
@@ -125,7 +127,7 @@ def expected(
         gather(outside_vectors + sum(tables.values()), 1)
     else:  # matrix by matrix; vectors come together, once
         # The last two matrices, of the same size, are still there when backward begins: they are within the prefetch.
-        last = _blocks(kind)[-1][0]
+        last = groups[-1][0]
         gather(LAYERS * matrices, 2)
         gather(Fraction(-2 * last.k * last.n, size["y"] * size["x"]), 1)
         gather(vectors + sum(tables.values()), 1)
