@@ -73,6 +73,13 @@ CHECKS = {
             result="families:",
         ),
         Check(
+            "experts sharded or owned over z, x or both, with odd routing, in 50 steps, across restarts from one to another, with auxiliary loss and correction bias; bytes by axis and purpose; 14 planted faults are found",
+            "experts",
+            "losses 1e-5, gradients 1e-4, biases and bytes equal",
+            "nightly",
+            "experts:",
+        ),
+        Check(
             "packed documents attend by their bounds, or on GPUs by FlexAttention, in every family whose attention allows it, equal to documents one by one",
             "packed",
             "none wrong; logits and gradients 1e-4",

@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 # Two are no axes of the mesh: "sequence" is a part of z, neighbours that share sequences (`Grid.sequence_ranks`), and "zx" are z and x
-# together, z outside, of ranks that own experts over both (`Grid.join_z_and_x`).
+# together, z outside, of ranks that own experts over both (`join_z_and_x`).
 Axis = Literal["data", "z", "y", "x", "sequence", "zx"]
 AXES: tuple[Axis, ...] = ("data", "z", "y", "x")
 SEQUENCE: Axis = "sequence"

@@ -86,15 +86,6 @@ class Grid:
             if self.collectives.has(axis):
                 _set_pg_timeout(timedelta(seconds=seconds), self.collectives.group(axis))
 
-    def join_z_and_x(self) -> None:
-        """Make the group of this rank's neighbours along z and x together, the axis "zx", if both have several. All ranks call it."""
-        if min(self.z, self.x) == 1 or self.collectives.has(Z_AND_X):
-            return
-        places = self.mesh.mesh.movedim(AXES.index("z"), -2).reshape(-1, self.z * self.x)
-        self.collectives.join(Z_AND_X, _group(self.mesh, Z_AND_X, places.tolist()))
-        if self.collectives.timeout_s is not None:
-            self.set_timeout(self.collectives.timeout_s)
-
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return (self.data, self.z, self.y, self.x)
@@ -213,6 +204,16 @@ def _sequence_group(mesh: DeviceMesh, ranks: int) -> dist.ProcessGroup | None:
         return mesh.get_group("z")
     places = mesh.mesh.movedim(AXES.index("z"), -1).reshape(-1, ranks)
     return _group(mesh, SEQUENCE, places.tolist())
+
+
+def join_z_and_x(grid: Grid) -> None:
+    """Make the group of this rank's neighbours along z and x together, the axis "zx", if both have several. All ranks call it."""
+    if min(grid.z, grid.x) == 1 or grid.collectives.has(Z_AND_X):
+        return
+    places = grid.mesh.mesh.movedim(AXES.index("z"), -2).reshape(-1, grid.z * grid.x)
+    grid.collectives.join(Z_AND_X, _group(grid.mesh, Z_AND_X, places.tolist()))
+    if grid.collectives.timeout_s is not None:
+        grid.set_timeout(grid.collectives.timeout_s)
 
 
 _groups: dict[tuple[int, Axis, int], tuple[DeviceMesh, dist.ProcessGroup]] = {}

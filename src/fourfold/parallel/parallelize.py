@@ -16,7 +16,7 @@ from fourfold.hf.init_replay import InitReplay
 from fourfold.hf.roles import assign
 from fourfold.hf.safetensors_reader import CheckpointFiles
 from fourfold.mesh.axes import Z_AND_X
-from fourfold.mesh.grid import Grid
+from fourfold.mesh.grid import Grid, join_z_and_x
 from fourfold.mesh.offloading import Copies, Offloading, copies_of
 from fourfold.parallel.batch_split import BatchSplit, split_batches, why_not_split
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
@@ -180,7 +180,7 @@ def arrange(
     # 1. Sequences that neighbours along z share, and the role of each module.
     let_share_sequences(model, grid, options)
     if owned.axis == Z_AND_X:
-        grid.join_z_and_x()
+        join_z_and_x(grid)
     roles = assign(model, grid, options.roles, ("y",) if owned.over_x else ("x", "y"))
     sequence, why_activations = choose_activations(model, roles, grid, options.activations)
     tokens = sequence.tokens if sequence else None
