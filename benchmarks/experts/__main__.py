@@ -45,7 +45,7 @@ STEP_CASES: tuple[tuple[str, Way, Routing], ...] = (
     ("", Way((1, 2, 2, 1), Z), Routing("gpt_oss")),
     ("a shared expert, groups", Z_X_ON_4, Routing("deepseek_v3")),
     *(("all tokens to one expert", way, ALL_TO_SAME) for way in (CUT_ON_4, Z_ON_4, X_ON_4, Z_X_ON_4)),
-    ("all to one", Way((1, 1, 2, 2), X, "fsdp2", "replicated"), ALL_TO_SAME),
+    ("all tokens to one expert", Way((1, 1, 2, 2), X, "fsdp2", "replicated"), ALL_TO_SAME),
     *(
         ("equal scores in pairs", way, Routing(chosen=3, scores="equal in pairs"))
         for way in (CUT_ON_4, Z_ON_4, Z_X_ON_4)

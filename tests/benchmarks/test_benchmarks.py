@@ -5,6 +5,7 @@ import re
 import pytest
 
 from benchmarks import cluster, engine, families, headline, memory, overlap, parity, traffic
+from benchmarks.experts import __main__ as experts
 from benchmarks.slow_motion import steps
 from fourfold.config.describe import sized_model_config
 from fourfold.selftest import KINDS, Errors, grids_of
@@ -180,3 +181,9 @@ def test_both_sides_of_the_headline_are_searched_and_played(tmp_path, capfd, mon
     assert len(set(re.findall(r"^    ours (\(.*?\))", said, re.MULTILINE))) == 7
     assert len(set(re.findall(r"^    theirs (replicas=\d+ shards=\d+ tensor=\d+)", said, re.MULTILINE))) == 2
     assert said.count(" played ") >= 4
+
+
+@nightly
+def test_experts_send_the_bytes_of_the_formulas_and_a_planted_fault_fails():
+    assert experts.main(["--only", "traffic"]) == 0
+    assert experts.main(["--break", "map"]) == 1

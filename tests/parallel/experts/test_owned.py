@@ -1,7 +1,6 @@
 """Experts that z ranks own: the loss and gradients of one process, whatever the router chooses, and what is sent for it."""
 
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ from torch import Tensor, nn
 
 import fourfold as ff
 from benchmarks import families, reshard
+from benchmarks.experts.faults import FAULTS
 from benchmarks.ranks import RankPool
 from benchmarks.tiny_models import find_family, tiny_model
 from fourfold import Grid, Lora
 from fourfold.errors import UnsupportedError
-from fourfold.parallel.experts import owned
 from fourfold.weights.api import evaluating, no_sync
-from fourfold.weights.streamed import StreamedWeights
 from tests.late import late_collectives
 from tests.models import MODELS, batch, build, gradients, local_gradients, part
 
@@ -43,13 +41,11 @@ def worst_error(
     options: dict[str, Any],
     micro_batches: int = 1,
     changes: dict[str, Any] | None = None,
-    fault: Callable[[pytest.MonkeyPatch], None] | None = None,
+    fault: str | None = None,
 ) -> float:
     """In two steps of SGD, against one process: of losses, and of gradients by their own largest entry."""
     grid, worst = Grid.create(shape), 0.0
-    with pytest.MonkeyPatch.context() as patch:
-        if fault is not None:
-            fault(patch)
+    with FAULTS[fault].planted() if fault else nullcontext():
         stock, model = pair(**changes or {})
         report = ff.parallelize(model, grid, **OWNED | options)
         ids, labels = batch(ROWS, LENGTH)
@@ -286,67 +282,19 @@ def test_ranks_send_what_routers_drew(
 # -- planted faults -----------------------------------------------------------------------------------------------------
 
 
-def _rows_changed(patch: pytest.MonkeyPatch, purpose: str, change: Callable[[Tensor], Tensor]) -> None:
-    before = owned.send_rows
-
-    def send(rows: Tensor, sizes: Any, collectives: Any, axis: Any, what: Any, name: str) -> Tensor:
-        arrived = before(rows, sizes, collectives, axis, what, name)
-        return change(arrived) if what == purpose else arrived
-
-    patch.setattr(owned, "send_rows", send)
-
-
-def a_pair_is_dropped(patch: pytest.MonkeyPatch) -> None:
-    _rows_changed(patch, "combine", lambda rows: torch.cat([torch.zeros_like(rows[:1]), rows[1:]]))
-
-
-def rows_come_back_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    _rows_changed(patch, "combine", lambda rows: rows.roll(1, 0))
-
-
-def rows_go_to_other_experts(patch: pytest.MonkeyPatch) -> None:
-    before = owned._own_choices
-    patch.setattr(owned, "_own_choices", lambda told, rows: before(told, rows).roll(1, 0))
-
-
-def gradients_are_summed_over_z(patch: pytest.MonkeyPatch) -> None:
-    before = StreamedWeights._scatter
-
-    def scatter(self: Any, item: Any) -> None:
-        if item.weight.z < self._grid.z:
-            self._collectives.all_reduce(item.tensor, "z", "gradient").wait()
-        before(self, item)
-
-    patch.setattr(StreamedWeights, "_scatter", scatter)
-
-
-def gradients_are_not_summed_over_data(patch: pytest.MonkeyPatch) -> None:
-    before = StreamedWeights._start_data
-
-    def start(self: Any, item: Any) -> None:
-        if item.weight.z < self._grid.z:
-            self._reducing.append(item)
-        else:
-            before(self, item)
-
-    patch.setattr(StreamedWeights, "_start_data", start)
-
-
 @pytest.mark.parametrize(
     ("fault", "shape", "weights"),
     [
-        (a_pair_is_dropped, (1, 2, 1, 1), "streamed"),
-        (rows_come_back_in_another_order, (1, 2, 1, 1), "streamed"),
-        (rows_go_to_other_experts, (1, 2, 1, 1), "streamed"),
-        (gradients_are_summed_over_z, (2, 2, 1, 1), "streamed"),
-        (gradients_are_summed_over_z, (2, 2, 1, 1), "fsdp2"),
-        (gradients_are_not_summed_over_data, (2, 2, 1, 1), "streamed"),
-        (gradients_are_not_summed_over_data, (2, 2, 1, 1), "fsdp2"),
+        ("pair", (1, 2, 1, 1), "streamed"),
+        ("order", (1, 2, 1, 1), "streamed"),
+        ("counts", (1, 2, 1, 1), "streamed"),
+        ("z", (2, 2, 1, 1), "streamed"),
+        ("z", (2, 2, 1, 1), "fsdp2"),
+        ("data", (2, 2, 1, 1), "streamed"),
+        ("data", (2, 2, 1, 1), "fsdp2"),
     ],
 )
-def test_a_planted_fault_is_found(
-    pool: RankPool, fault: Callable[[pytest.MonkeyPatch], None], shape: Shape, weights: str
-) -> None:
+def test_a_planted_fault_is_found(pool: RankPool, fault: str, shape: Shape, weights: str) -> None:
     ranks = shape[0] * shape[1]
     assert max(pool.run(worst_error, ranks, shape, {"weights": weights}, 1, None, fault)) > 10 * BAR
 
@@ -429,8 +377,8 @@ def test_a_dry_run_has_rows_spread_evenly() -> None:
 
 
 def test_a_checkpoint_loads_where_experts_are_gathered(pool: RankPool, tmp_path: Path) -> None:
-    """Saved where ranks own experts, over z and over z and x, loaded where they are gathered, and back: bit-equal, and training goes on."""
-    grids: tuple[Shape, ...] = ((1, 1, 1, 1), (1, 2, 1, 1), (1, 2, 1, 2))
+    """Saved where ranks own experts, over z and x together, loaded in one process, and back: bit-equal, and training goes on."""
+    grids: tuple[Shape, ...] = ((1, 1, 1, 1), (1, 2, 1, 2))
     verdicts = reshard.reshard(pool, grids, tmp_path, kind="owned")
     assert len(verdicts) == len(grids) ** 2
     assert {pair: verdict for pair, verdict in verdicts.items() if not verdict.holds()} == {}
