@@ -149,27 +149,37 @@ def test_every_collective_is_waited_for(pool: RankPool, weights: dict[str, Any])
 # -- storage ------------------------------------------------------------------------------------------------------------
 
 
-def experts_by_place(experts: Any) -> tuple[dict[str, int], list[int], list[str]]:
-    """This rank's place, the experts that it stores as their values tell, and the notes of the report."""
+def experts_by_place(experts: Any) -> tuple[dict[str, int], list[int], list[str], bool]:
+    """This rank's place, the experts that it stores as their values tell, the notes of the report, and whether all of them together are the
+    model's."""
     grid, model = Grid.create((1, 2, 1, 2)), build("qwen3_moe", num_experts=8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".mlp.experts." in name:
                 parameter.copy_(torch.arange(8.0).view(8, 1, 1).expand_as(parameter))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     report = ff.parallelize(model, grid, experts=experts)
+    whole = dict(ff.full_parameters(model, report))
+    is_same = all(torch.equal(before[name], tensor) for name, tensor in whole.items() if name in before)
     stored = {
         tuple(int(e) for e in p.to_local().flatten(1)[:, 0])  # type: ignore[attr-defined]
         for n, p in model.named_parameters()
         if ".mlp.experts." in n
     }
     (own,) = stored
-    return {"x": grid.coordinate("x"), "z": grid.coordinate("z")}, list(own), report.notes
+    return (
+        {"x": grid.coordinate("x"), "z": grid.coordinate("z")},
+        list(own),
+        report.notes,
+        is_same and before.keys() <= whole.keys(),
+    )
 
 
 @pytest.mark.parametrize("experts", [("x",), ("z", "x")])
 def test_x_is_outside_of_z_where_experts_are_stored(pool: RankPool, experts: Any) -> None:
     """Expert e of E is at x = e // (E/X) and there at z = (e mod E/X) // (E/(X Z)), whether z gathers it or owns it."""
-    for place, own, notes in pool.run(experts_by_place, 4, experts):
+    for place, own, notes, is_same in pool.run(experts_by_place, 4, experts):
+        assert is_same
         assert own == [e for e in range(8) if (e // 4, e % 4 // 2) == (place["x"], place["z"])]
         says = "z=2 and x=2, 2 of 8" if len(experts) == 2 else "x=2, 4 of 8"
         assert any(f"experts: owned over {says} on each rank" in note for note in notes)
