@@ -133,6 +133,9 @@ NOT_TORCH = {
     "_reset_parameters": "a module's own",
     "_get_num_items_in_batch": "transformers.Trainer",
     "_is_expert_parallel": "experts of transformers",
+    "_apply_gate": "experts of transformers",
+    "_experts_implementation": "a configuration of transformers",
+    "_can_use_grouped_mm": "transformers' choice of a kernel for experts",
 }
 
 

@@ -24,6 +24,7 @@ from fourfold.parallel.context.model import let_share_sequences, share_sequences
 from fourfold.parallel.dropout import Dropout, seed_ranks, uses_dropout
 from fourfold.parallel.experts.balance import asks_for_balance_loss, balance_loss
 from fourfold.parallel.experts.choice import Experts, OwnedExperts, choose_owned
+from fourfold.parallel.experts.function import use_experts_function
 from fourfold.parallel.float8.choice import Float8Recipe, check_device, linears_in_float8
 from fourfold.parallel.lora import (
     Lora,
@@ -204,6 +205,7 @@ def arrange(
             raise UnsupportedError(f"{why_eager}, so compile=True is not supported; use compile=False")
         if options.compile is None:
             is_compiled, why_compiled = False, f"auto: {why_eager}"
+    experts_function = use_experts_function(model, is_compiled=bool(is_compiled))
     in_float8, not_in_float8 = set[str](), list[str]()
     if options.float8 != "none":
         check_device(grid, options.precision)
@@ -298,7 +300,7 @@ def arrange(
         len(in_float8),
         not_in_float8,
         packed,
-        owned.note,
+        [note for note in (owned.note, experts_function) if note is not None],
     )
     report = compose_report(
         model_name, grid, roles, replaced, options, decisions, caches, dropout is not None

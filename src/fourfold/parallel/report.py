@@ -35,7 +35,7 @@ class Decisions:
     in_float8: int
     not_in_float8: Sequence[str]
     in_nf4: Collection[str] = ()  # linears whose weights are packed
-    experts: str | None = None
+    experts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,7 @@ def compose_report(
         f"weights: {decisions.weights} ({decisions.why_weights}) over z={grid.z}, gradients summed over data={grid.data}, "
         f"{options.precision}"
     )
-    if decisions.experts is not None:
-        notes.append(decisions.experts)
+    notes += decisions.experts
     if grid.sequence_ranks > 1:
         notes.append(
             f"sequences: each is shared by {grid.sequence_ranks} neighbours along z, which gather its keys and values in every attention"
