@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +18,21 @@ def positive(text: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text} is not allowed; use a whole number of at least {least}")
     return int(text)
+
+
+def expert_load(text: str) -> float | Literal["worst"]:
+    """A multiple of the mean, or the word ``worst``."""
+    if text == "worst":
+        return "worst"
+    try:
+        load = float(text)
+    except ValueError:
+        load = 0.0
+    if not 1.0 <= load < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a load of experts; use a number of at least 1.0, or worst"
+        )
+    return load
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_changes, add_engine, check_not_shared, positive
+from fourfold.cli.arguments import add_changes, add_engine, check_not_shared, expert_load, positive
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import EngineSection
 
@@ -72,6 +72,13 @@ def add_to(commands: Any) -> None:
         metavar="GIB",
         help="memory of a device in GiB, by which activation checkpointing and accumulation 'auto' are chosen (default: that of the run "
         "config's cluster; without one nothing is recomputed, and gradients are whole)",
+    )
+    parser.add_argument(
+        "--expert-load",
+        type=expert_load,
+        default=1.0,
+        metavar="LOAD",
+        help="where ranks own experts, the rows of the rank as a multiple of the mean, or worst: all that routers can send to it (default: 1.0)",
     )
     parser.add_argument("--rank", type=int, default=0, help="the rank to run (default: 0)")
     parser.add_argument("--roles", action="store_true", help="also show the role of each module")
@@ -149,6 +156,7 @@ def run(options: argparse.Namespace) -> int:
         optimizer="adamw" if config is None else config.optimizer.name,
         target=options.target,
         rank=options.rank,
+        expert_load=options.expert_load,
     )
     # Decisions and options without effect; the report with roles includes them.
     rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1])

@@ -29,7 +29,7 @@ from fourfold.dry_run.attention import FLEX_STAND_IN
 from fourfold.dry_run.blocks import Growth, NotPeriodic, Repeated, expand, find_repeated, shallow_copy
 from fourfold.dry_run.copies import RecordedCopies
 from fourfold.dry_run.events import Operation, Peak, Start, Trace
-from fourfold.dry_run.experts import grouped_matmuls_with_shapes
+from fourfold.dry_run.experts import ExpertLoad, experts_without_values
 from fourfold.dry_run.loss_chunks import repeated_chunks
 from fourfold.dry_run.micro_batches import TRACED, with_repeated
 from fourfold.dry_run.recorder import Recorder, replaced
@@ -102,13 +102,15 @@ def dryrun(
     rank: int = 0,
     trace_all: bool = False,
     precision: Precision = "bf16",
+    expert_load: ExpertLoad = 1.0,
     **options_of_parallelize: Any,
 ) -> DryRun:
     """A training step of one rank of a grid, on no device: forward, backward, clipping, AdamW or Muon.
 
     ``model`` is built on ``meta``, or a Hugging Face configuration or its dict, or the path of its ``config.json``. ``sequences``
     of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
-    ``target`` devices. ``attention`` is that of packed documents, as in a run config; None: rows are not packed. The other options are those of `parallelize`. Of what is alike only a few are traced, unless ``trace_all``: blocks,
+    ``target`` devices. ``attention`` is that of packed documents, as in a run config; None: rows are not packed. Where ranks own experts, ``expert_load``
+    is how many rows the rank has, as a multiple of the mean; "worst": all that routers can send to it. The other options are those of `parallelize`. Of what is alike only a few are traced, unless ``trace_all``: blocks,
     micro-batches, chunks of the loss. Raises what the real start would raise.
 
     Example:
@@ -126,7 +128,7 @@ def dryrun(
     if note and not is_masked:
         # Without documents, which a dry run does not know, it is stock attention.
         set_attention(module, "sdpa" if used == NAME else FLEX_STAND_IN)
-    with fake_grid(shape, rank=rank, target=target) as grid, grouped_matmuls_with_shapes():
+    with fake_grid(shape, rank=rank, target=target) as grid, experts_without_values(expert_load):
         rows = grid.local_rows(sequences)
         own = rows.stop - rows.start
         if own % micro_batches:

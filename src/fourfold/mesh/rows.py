@@ -6,12 +6,12 @@ have the same graph, and so the same collectives in backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fourfold.mesh.axes import Axis
@@ -75,15 +75,39 @@ def exchange_counts(counts: Tensor, collectives: Collectives, axis: Axis, name: 
     return computed_once(counts.device, exchange)
 
 
-def sizes_of(counts: Tensor, told: Tensor, collectives: Collectives, axis: Axis, total: int) -> RowSizes:
+class _Expected:
+    """Of a dry run, which has no values: the rows of the rank with most, as a multiple of the mean. None: sizes are read."""
+
+    load: float | None = None
+
+
+@contextmanager
+def expected_load(load: float) -> Iterator[None]:
+    """Sizes inside are those of a rank that gets ``load`` times the mean, or as many rows as it can, whichever is less."""
+    if not load >= 1:
+        raise ValueError(f"the expected load of experts is {load}, a multiple of the mean; use 1.0 or more")
+    before, _Expected.load = _Expected.load, load
+    try:
+        yield
+    finally:
+        _Expected.load = before
+
+
+def sizes_of(
+    counts: Tensor, told: Tensor, collectives: Collectives, axis: Axis, total: int, chosen: int = 1
+) -> RowSizes:
     """How many rows go where: ``counts`` by rank of those that this one sends, ``total`` together, and those that it was ``told``.
 
-    A dry run has no values: there the rows are spread evenly over the ranks.
+    ``chosen`` of the rows are of one token, each for another expert.
     """
     ranks, group = collectives.size(axis), collectives.group(axis)
-    if dist.get_backend(group) == "fake":
-        even = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
-        return RowSizes(even, [even[group.rank()]] * ranks)
+    if _Expected.load is not None:
+        most = total // chosen * min(chosen, counts.numel() // ranks)
+        own = total if ranks == 1 else round(min(most, _Expected.load * total / ranks))
+        others = max(1, ranks - 1)
+        sent = [(total - own) // others + (rank < (total - own) % others) for rank in range(ranks - 1)]
+        sent.insert(group.rank(), own)
+        return RowSizes(sent, [own] * ranks)
     sent, received = torch.stack([counts.view(ranks, -1).sum(1), told.view(ranks, -1).sum(1)]).tolist()
     return RowSizes(sent, received)
 

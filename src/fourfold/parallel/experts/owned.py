@@ -44,7 +44,7 @@ def own_experts(module: nn.Module, name: str, grid: Grid, axis: Axis) -> list[st
         order = torch.argsort(of_rows, stable=True)
         counts = of_rows.new_zeros(experts).index_add_(0, of_rows, torch.ones_like(of_rows)).view(ranks, own)
         told = exchange_counts(counts, collectives, axis, name)
-        sizes = sizes_of(counts, told, collectives, axis, of_rows.numel())
+        sizes = sizes_of(counts, told, collectives, axis, of_rows.numel(), chosen)
         rows = hidden.reshape(-1, width)[order // chosen]
         arrived = send_rows(rows, sizes, collectives, axis, "dispatch", name)
         done = inner(arrived, _own_choices(told, sum(sizes.received)), arrived.new_ones(len(arrived), 1))
