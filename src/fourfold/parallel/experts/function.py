@@ -204,14 +204,16 @@ class _WeightedSum(torch.autograd.Function):
         of_rows = gradients[0].to(inner.dtype)[order // weights.shape[-1]]  # before they are weighted
         weighted = (inner * scale).to(inner.dtype)
         product, of_weight = _gradients(weighted, weight, ends, of_rows, ctx.needs_input_grad[3])
-        of_scale = (inner.float() * product.float()).sum(-1)
+        del weighted
+        of_scale = (inner * product).sum(-1, dtype=torch.float32)
         of_bias = None
         if bias is not None:
-            of_scale = of_scale + (bias[by_expert].float() * of_rows.float()).sum(-1)
+            of_scale = of_scale + (bias[by_expert] * of_rows).sum(-1, dtype=torch.float32)
             # Not `index_add`, which is not deterministic on GPUs.
             of_bias = torch.zeros_like(bias).index_put(
                 (by_expert,), (of_rows * scale).to(bias.dtype), accumulate=True
             )
+        del of_rows
         of_weights = torch.empty_like(of_scale)
         of_weights[order] = of_scale
         of_inner = (product * scale).to(inner.dtype)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from fourfold.planner.cost.collective import Kind
 from fourfold.planner.cost.compute import attention_core_s, matmul_s, memory_s
 from fourfold.planner.cost.elementwise import UNPACKED_BYTES, block_bytes, ends_bytes, head_sum_bytes
+from fourfold.planner.cost.experts import ExpertsTime, experts_passes
 from fourfold.planner.cost.float8 import casts_s, shared_scales
 from fourfold.planner.cost.linears import Given, Linears, Sharding
 from fourfold.planner.inputs.cluster import Slowdown
@@ -30,7 +31,7 @@ from fourfold.weights.overlap import Overlap
 
 
 class Pass(NamedTuple):
-    """One pass through a block, or through the head; link and exposed seconds by axis, x and y."""
+    """One pass through a block, or through the head; link and exposed seconds by axis, x and y, and z where rows are sent to experts."""
 
     matmul_s: float
     attention_s: float
@@ -54,22 +55,40 @@ def together_s(compute_s: float, communication_s: float, slowdown: Slowdown) -> 
 
 def groups_of(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[Linears]:
     w = workload
-    q, kv, hidden, inner = w.q_features / x, w.kv_features / min(x, w.kv_heads), w.hidden / y, w.ffn / x
-    of_q, of_kv = head_shardings(w, y, x, by_tokens=by_tokens)
+    hidden, inner = w.hidden / y, (w.ffn if w.experts is None else w.experts.shared) / x
+    of_q, _ = head_shardings(w, y, x, by_tokens=by_tokens)
     between: Sharding = "tokens" if by_tokens else "whole"
     up = 2 if w.gated else 1
     groups = [
-        Linears(hidden, (q, kv, kv), "y", "x", between, (of_q, of_kv, of_kv)),
-        Linears(q, (hidden,), "x", "y", of_q, (between,)),
-        Linears(hidden, (inner,) * up, "y", "x", between, (between,) * up),
-        Linears(inner, (hidden,), "x", "y", between, (between,)),
+        *_into_attention(w, y, x, between),
+        Linears(w.o_features / x, (hidden,), "x", "y", of_q, (between,)),
     ]
+    if inner:  # or there are experts alone
+        groups += [
+            Linears(hidden, (inner,) * up, "y", "x", between, (between,) * up),
+            Linears(inner, (hidden,), "x", "y", between, (between,)),
+        ]
     if w.lora_rank:
         groups = [
             group._replace(is_trained=False, adapter_rank=w.lora_rank, is_packed=w.quantization == "nf4")
             for group in groups
         ]
     return groups
+
+
+def _into_attention(w: Workload, y: int, x: int, between: Sharding) -> list[Linears]:
+    """q, k and v. Latent features are few: their collectives are counted as those of other linears, which send more."""
+    hidden, by_tokens = w.hidden / y, between == "tokens"
+    of_q, of_kv = head_shardings(w, y, x, by_tokens=by_tokens)
+    q, kv = w.q_features / x, w.kv_features / min(x, w.kv_heads)
+    if w.latent is None:
+        return [Linears(hidden, (q, kv, kv), "y", "x", between, (of_q, of_kv, of_kv))]
+    at = w.latent
+    of_heads = w.heads * (at.unrotated + at.value) / x
+    latent = (at.q / x,) if at.q else (q,)
+    first = Linears(hidden, (*latent, (at.kv + at.rotated) / x), "y", "x", between, (between,) * 2)
+    second = [Linears(at.q / y, (q,), "y", "x", between, (of_q,))] if at.q else []
+    return [first, *second, Linears(at.kv / y, (of_heads,), "y", "x", between, (of_kv,))]
 
 
 def head_shardings(workload: Workload, y: int, x: int, *, by_tokens: bool) -> tuple[Sharding, Sharding]:
@@ -219,6 +238,8 @@ def _replicas(workload: Workload, y: int, x: int, *, by_tokens: bool) -> list[tu
         columns += [("y", w.kv_features / min(x, w.kv_heads))] * (2 * (of_kv != "whole"))
     if w.bias:
         columns += [("y", w.ffn / x)] * (2 if w.gated else 1)
+    if w.experts is not None:  # the router
+        rows.append(("x", float(w.hidden * w.experts.number)))
     return rows + columns + kv_rows
 
 
@@ -239,14 +260,21 @@ def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, P
 
     With sequence-parallel activations the tokens are those that all x and y ranks share.
     """
-    w, (tokens, y, x, device, kernels, schedule, slowdown, send, by_tokens, _) = workload, given
+    w, (tokens, y, x, device, kernels, schedule, slowdown, send, by_tokens, *_) = workload, given
     groups = groups_of(w, y, x, by_tokens=by_tokens)
-    forward, backward, again = _forward(groups, given), _backward(groups, given), _again(groups, given)
+    forward, backward = _forward(groups, given), _backward(groups, given)
+    again = _again(groups, given) if w.experts is None else _forward(groups, given)
     of_q, of_kv = head_shardings(w, y, x, by_tokens=by_tokens)
     parts = x * y if of_q == "features" else x
     is_fused = schedule.attention == "flash"
     core = attention_core_s(
-        tokens, length, w.q_features / parts, w.heads / parts, device, kernels, fused=is_fused
+        tokens,
+        length,
+        (w.q_features + w.o_features) / 2 / parts,
+        w.heads / parts,
+        device,
+        kernels,
+        fused=is_fused,
     )
     over_x = schedule.cuts_tokens_over_x
     moved = block_bytes(w, y, x, schedule.elementwise, cuts_tokens_over_x=over_x, by_tokens=by_tokens)
@@ -254,11 +282,17 @@ def block_passes(workload: Workload, length: int, given: Given) -> tuple[Pass, P
     forward = forward._replace(attention_s=core[0], elementwise_s=elementwise[0])
     again = again._replace(attention_s=core[0], elementwise_s=elementwise[0])
     backward = backward._replace(attention_s=core[1], elementwise_s=elementwise[1])
-    run_again = groups[:-1] if schedule.stops_early else groups
+    # In a block with experts, what is computed last depends on the family: shared experts run again in full.
+    run_again = groups[:-1] if schedule.stops_early and w.experts is None else groups
     if schedule.float8:
         forward = _with_casts(forward, casts_s(groups, given, is_backward=False))
         again = _with_casts(again, casts_s(run_again, given, is_backward=False))
         backward = _with_casts(backward, casts_s(groups, given, is_backward=True))
+    if w.experts is not None:
+        of_experts = experts_passes(w, given)
+        forward, backward, again = (
+            _with_experts(one, more) for one, more in zip((forward, backward, again), of_experts, strict=True)
+        )
     if schedule.interleaves:
         forward, backward, again = (_with_batch_split(one, slowdown) for one in (forward, backward, again))
     if schedule.float8:
@@ -302,19 +336,26 @@ def _again(groups: list[Linears], given: Given) -> Pass:
     return one
 
 
+def _with_experts(one: Pass, more: ExpertsTime) -> Pass:
+    for axis, seconds in more.link_s.items():
+        _add_exposed(one, axis, seconds)
+    matmul, elementwise = one.matmul_s + more.matmul_s, one.elementwise_s + more.elementwise_s
+    return one._replace(matmul_s=matmul, elementwise_s=elementwise)
+
+
 def _with_casts(one: Pass, seconds: float) -> Pass:
     return one._replace(elementwise_s=one.elementwise_s + seconds)
 
 
 def _add_exposed(one: Pass, axis: str, seconds: float) -> None:
     """Add a collective that nothing hides."""
-    one.link_s[axis] += seconds
-    one.exposed_s[axis] += seconds
+    for of_axis in (one.link_s, one.exposed_s):
+        of_axis[axis] = of_axis.get(axis, 0.0) + seconds
 
 
 def _with_batch_split(one: Pass, slowdown: Slowdown) -> Pass:
     """A pass whose communication overlaps the computation of the other half-batch."""
-    total_s = one.link_s["x"] + one.link_s["y"]
+    total_s = sum(one.link_s.values())
     if total_s == 0.0:
         return one
     shown = (together_s(one.compute_s, total_s, slowdown) - one.compute_s) / total_s
@@ -324,13 +365,13 @@ def _with_batch_split(one: Pass, slowdown: Slowdown) -> Pass:
 
 def _at_least(one: Pass, host_s: float) -> Pass:
     """A pass, at least as long as its launches; the device's wait for them counts as element-wise work."""
-    waiting_s = max(0.0, host_s - one.compute_s - one.exposed_s["x"] - one.exposed_s["y"])
+    waiting_s = max(0.0, host_s - one.compute_s - sum(one.exposed_s.values()))
     return one._replace(elementwise_s=one.elementwise_s + waiting_s)
 
 
 def ends_pass(workload: Workload, given: Given) -> Pass:
     """Embedding, head and loss, forward and backward together."""
-    w, (tokens, y, x, device, _, schedule, _, send, by_tokens, _) = workload, given
+    w, (tokens, y, x, device, _, schedule, _, send, by_tokens, *_) = workload, given
     columns = -(-w.vocabulary // x)  # of the head on each x rank
     between: Sharding = "tokens" if by_tokens else "whole"
     head = [Linears(w.hidden / y, (columns,), "y", "x", between, (between,), is_trained=not w.lora_rank)]

@@ -80,7 +80,8 @@ def block_bytes(
     by_heads = by_tokens and w.divides_heads(y * x)
     parts = x * y if by_heads else x
     qkv = w.q_features / parts + 2 * w.kv_features / min(parts, w.kv_heads)
-    ffn = w.ffn / (x * y if by_tokens else x)
+    own_ffn = w.ffn if w.experts is None else w.experts.shared  # experts are in `experts.py`
+    ffn = own_ffn / (x * y if by_tokens else x)
     forward, backward = (residual[way] * hidden + heads[way] * qkv + inner[way] * ffn for way in (0, 1))
     if elementwise == "eager" and is_sharded:
         biased = qkv if w.qkv_bias or w.bias else 0.0
@@ -92,10 +93,10 @@ def block_bytes(
         if not w.fused_qkv:
             forward += _COPY * (kv + q * (1.5 if by_heads else 1.0))
             backward += _COPY * (kv + q) * by_heads
-        forward += _COPY * (2 * w.ffn / x if w.gated else 0.0)
+        forward += _COPY * (2 * own_ffn / x if w.gated else 0.0)
     if elementwise != "fused" and by_tokens and y > 1:
         # Gradients of siblings, where tokens of all ranks were gathered, are copied out of one buffer.
-        gate_and_up = 2 * w.ffn / x if w.gated else 0.0
+        gate_and_up = 2 * own_ffn / x if w.gated else 0.0
         backward += _COPY * gate_and_up
         if elementwise == "eager":
             # They are copied into it, and outputs that share a buffer out of it: q, k and v where they are sharded by heads.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from fourfold.planner.cost.collective import Kind
 from fourfold.planner.cost.compute import Kernels
 from fourfold.planner.inputs.cluster import Device, Slowdown
 from fourfold.planner.inputs.layout import Schedule
+
+if TYPE_CHECKING:
+    from fourfold.planner.cost.experts import Owners
 
 Send = Callable[[Kind, str, float], float]  # (kind, axis, payload bytes) -> seconds
 Sharding = Literal["tokens", "features", "whole"]  # over the second axis of an activation
@@ -27,6 +30,8 @@ class Given(NamedTuple):
     send: Send
     by_tokens: bool = False  # sequence-parallel activations
     keep_inputs: bool = True  # or gather them again in backward, where activations are sequence-parallel
+    owners: Owners | None = None  # of the experts of a mixture; None: they are gathered over z
+    load: float = 1.0  # rows of the owner with most, as a multiple of the mean
 
 
 class Linears(NamedTuple):

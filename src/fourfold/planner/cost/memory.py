@@ -15,13 +15,14 @@ from typing import NamedTuple
 from fourfold.optim.kinds import PART, Optimizer
 from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows, piece_tokens
+from fourfold.planner.cost.experts import owners_of
 from fourfold.planner.cost.optimizer import (
     ADAMW_STATE_BYTES,
     MUON_STATE_BYTES,
     muon_matrices,
     muon_step_bytes,
 )
-from fourfold.planner.inputs.layout import Layout
+from fourfold.planner.inputs.layout import ExpertsLayout, Layout
 from fourfold.planner.inputs.workload import Workload
 from fourfold.weights.quantization import BYTES_BETWEEN, UNPACKED_AT_ONCE
 
@@ -43,9 +44,9 @@ STREAMED_WINDOW = 5
 
 
 class ShardSizes(NamedTuple):
-    """Elements on one rank before z shards them."""
+    """Elements on one rank before z shards them. Of a model with experts: the mean of its blocks."""
 
-    block: float
+    block: float  # without experts that z ranks own
     matrices: float  # the part of a block that is matrices
     table: float  # the embedding; the head has as many
     outside: float  # what is in no block, each element once
@@ -54,16 +55,19 @@ class ShardSizes(NamedTuple):
     kv: float
     inner: float
     adapters: float = 0.0  # of LoRA, in a block
+    owned: float = 0.0  # of experts that z ranks own, in a block
+    most: float = 0.0  # of the block with most, and of the experts in it that are gathered
+    gathered_experts: float = 0.0
 
     @property
     def trained(self) -> ShardSizes:
         """What has gradients: all of it, or the adapters alone."""
         if not self.adapters:
             return self
-        return ShardSizes(self.adapters, 0.0, 0.0, 0.0, self.adapters, 0.0, 0.0, 0.0)
+        return ShardSizes(self.adapters, 0.0, 0.0, 0.0, self.adapters, 0.0, 0.0, 0.0, most=self.adapters)
 
 
-def shard_of(workload: Workload, y: int, x: int) -> ShardSizes:
+def shard_of(workload: Workload, y: int, x: int, experts: ExpertsLayout = "cut") -> ShardSizes:
     """The part of a block, and of what is outside, that one (y, x) rank computes with."""
     w = workload
     cut = y * x
@@ -71,7 +75,8 @@ def shard_of(workload: Workload, y: int, x: int) -> ShardSizes:
     kv = w.hidden * w.kv_features / (cut if x <= w.kv_heads else y)
     q = w.hidden * w.q_features / cut
     inner = w.hidden * w.ffn / cut
-    matrices = [q, kv, kv, q, *([inner] * (3 if w.gated else 2))]
+    of_attention = [q, kv, kv, q] if w.latent is None else [m / cut for m in w.attention_matrices]
+    matrices = [*of_attention, *([inner] * (3 if w.gated else 2))]
     table = -(-w.vocabulary // x) * w.hidden / y
     positions = w.positions * w.hidden / y
     outside = table * (1 if w.tied else 2) + positions + w.hidden / y
@@ -84,7 +89,31 @@ def shard_of(workload: Workload, y: int, x: int) -> ShardSizes:
         rows += (w.ffn / x,) * (2 if w.gated else 1)
         colwise = sum(w.hidden / y + out for out in rows) - (2 * w.hidden / y if w.fused_qkv else 0.0)
         adapters = w.lora_rank * (colwise + (w.q_features + w.ffn) / x + 2 * w.hidden / y)
-    return ShardSizes(block, sum(matrices), table, outside, largest, q, kv, inner, adapters)
+    found = ShardSizes(block, sum(matrices), table, outside, largest, q, kv, inner, adapters, most=block)
+    return found if w.experts is None else _with_experts(w, found, sum(of_attention), cut, experts)
+
+
+def _with_experts(
+    w: Workload, dense: ShardSizes, attention: float, cut: int, layout: ExpertsLayout
+) -> ShardSizes:
+    """Of a mean block, from those of a dense one."""
+    e = w.experts
+    assert e is not None
+    share = w.sparse_layers / w.layers
+    own, vectors = w.expert_elements / cut, dense.block - dense.matrices
+    shared = (3 if w.gated else 2) * w.hidden * e.shared / cut
+    owned = own if "z" in layout and layout != "cut" else 0.0
+    sparse = attention + shared + w.hidden * e.number + own - owned
+    matrices = share * sparse + (1 - share) * dense.matrices
+    return dense._replace(
+        block=matrices + vectors,
+        matrices=matrices,
+        largest=sparse,
+        inner=max((own - owned) * 2 / 3, shared / 3, dense.inner * (share < 1)),
+        owned=share * owned,
+        most=max(sparse, dense.matrices * (share < 1)) + vectors,
+        gathered_experts=own - owned,
+    )
 
 
 def sent_bytes(workload: Workload, shard: ShardSizes, work_bytes: int) -> float:
@@ -122,7 +151,54 @@ def norm_bytes(workload: Workload, cut: bool, work_bytes: int) -> int:
     return 2 * WIDE_BYTES + work_bytes  # centred and normal in fp32 (parallel/layers.py)
 
 
-def saved_bytes_per_token(w: Workload, layout: Layout, work_bytes: int, length: int) -> float:
+# Of a block with experts: for each choice of a token its order, and for each expert its score, in bytes.
+_CHOICE_BYTES, _SCORE_BYTES = 28, 8
+
+
+class _ExpertsKept(NamedTuple):
+    """Bytes for each token that x and y ranks share: of the experts of a block, those that all tokens share left out."""
+
+    saved: float  # for backward
+    selective: float  # what a selective block keeps of it
+    in_work: float  # gradients and temporaries, while all of that is there
+    after: float  # the same, when the inner features are gone: relative to ``saved``
+    again: float  # what a selective block makes again while that is there
+
+
+def _experts_kept(w: Workload, layout: Layout, work_bytes: int, load: float) -> _ExpertsKept:
+    """`parallel/experts/function.py` keeps the tokens once, and gate, up, the activation and the product of each choice."""
+    e, y, x = w.experts, layout.y, layout.x
+    assert e is not None
+    owners = owners_of(layout.experts, layout.z, y, x)
+    owns_x = owners is not None and "x" in owners.axes
+    # By one of the tokens that x and y ranks share, where x ranks send their own.
+    choices = e.chosen / x if owns_x else e.chosen
+    rows = choices * (load if owners else 1.0)
+    inner, h = e.features / (1 if owns_x else y * x), w.hidden
+    features = rows * w.activation_copies * inner
+    up = 2 if w.gated else 1
+    selective = rows * up * inner
+    if not owns_x and y * x > 1:  # the gathered input, and that of the router
+        features += h + (h / x if layout.by_tokens else 0.0)
+    if owners is not None:  # what arrived, and what came back
+        features += rows * h + choices * h
+        selective += rows * h + choices * h
+    else:
+        selective += h
+    own = 1 / x if layout.by_tokens else 1.0
+    small = choices * _CHOICE_BYTES + own * e.number * _SCORE_BYTES
+    in_work = work_bytes * rows * (h + 3 * inner)
+    after = work_bytes * rows * (2 * h - (w.activation_copies - up) * inner)
+    again = 0.0
+    if owners is not None:  # rows that came back, in order and weighted
+        again = 3 * work_bytes * choices * h
+        in_work = max(in_work, (3 * WIDE_BYTES if e.wide_weights else 2 * work_bytes) * choices * h)
+    return _ExpertsKept(work_bytes * features + small, work_bytes * selective + small, in_work, after, again)
+
+
+def saved_bytes_per_token(
+    w: Workload, layout: Layout, work_bytes: int, length: int, expert_load: float = 1.0
+) -> float:
     """What autograd keeps of one block for one token; by tokens, for one of the tokens that x and y ranks share.
 
     Sequence-parallel, everything is sharded over both axes except the gathered inputs of linears where they are kept, the
@@ -137,9 +213,14 @@ def saved_bytes_per_token(w: Workload, layout: Layout, work_bytes: int, length: 
     q, kv = w.q_features / q_parts, w.kv_features / min(q_parts, w.kv_heads)
     # q and k after rotation, v, the attention's output.
     features = 2 * w.q_features / q_parts + kv + _saved_v(w, layout, q, kv)
+    if w.latent is not None:  # v is a part of one output with k
+        at, own = w.latent, 1 / x if by_tokens else 1.0
+        features = (2 * w.q_features + w.o_features + w.heads * (at.unrotated + at.value)) / q_parts
+        features += own * (at.q + at.kv) * (2 + WIDE_BYTES / work_bytes)
+    ffn = w.ffn if w.experts is None else w.experts.shared
     # The MLP's tensors, of which the input of down is gathered; the inputs of o (in addition to the attention's output, which
     # is a part of it), of q, k, v and of gate and up.
-    features += (w.activation_copies - 1) * w.ffn / inner_parts + w.ffn / (x if keep_inputs else inner_parts)
+    features += (w.activation_copies - 1) * ffn / inner_parts + ffn / (x if keep_inputs else inner_parts)
     if keep_inputs and y > 1 and by_heads:
         features += w.q_features / x
     features += 2 * w.hidden / (y if keep_inputs else hidden_parts)
@@ -151,7 +232,7 @@ def saved_bytes_per_token(w: Workload, layout: Layout, work_bytes: int, length: 
         widths = (w.hidden / hidden_parts, w.q_features / q_parts, kv, w.ffn / inner_parts, scores)
         for (wide, narrow), width in zip(w.kept_more, widths, strict=True):
             kept += (WIDE_BYTES * wide + work_bytes * narrow) * width
-    return kept
+    return kept if w.experts is None else kept + _experts_kept(w, layout, work_bytes, expert_load).saved
 
 
 def _saved_v(w: Workload, layout: Layout, q: float, kv: float) -> float:
@@ -171,7 +252,7 @@ def _saved_v(w: Workload, layout: Layout, q: float, kv: float) -> float:
     return q + 2 * kv if shares_buffer and not has_bias else kv
 
 
-def kept_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float:
+def kept_bytes_per_token(w: Workload, layout: Layout, work_bytes: int, expert_load: float = 1.0) -> float:
     """What a selective block keeps besides its input: the outputs of all linears but the last one, and of attention.
 
     It computes FlexAttention again, and keeps the last linear's output where a norm follows.
@@ -184,11 +265,22 @@ def kept_bytes_per_token(w: Workload, layout: Layout, work_bytes: int) -> float:
     kv_parts = min(q_parts if w.kv_heads % q_parts == 0 else x, w.kv_heads)
     inner_parts, hidden_parts = (ranks, ranks) if by_tokens else (x, y)
     features = (1 if w.is_flex else 2) * w.q_features / q_parts + 2 * w.kv_features / kv_parts
+    if w.latent is not None:
+        at, own = w.latent, 1 / x if by_tokens else 1.0
+        features = (w.q_features + w.o_features + w.heads * (at.unrotated + at.value)) / q_parts
+        features += own * (at.q + at.kv + at.rotated)
     features += (2 if w.norm_after_mlp else 1) * w.hidden / hidden_parts
-    features += (2 if w.gated else 1) * w.ffn / inner_parts
+    ffn = w.ffn if w.experts is None else w.experts.shared
+    features += (2 if w.gated else 1) * ffn / inner_parts
     statistics = 2 * WIDE_BYTES / (x if by_tokens else 1) if y > 1 else 0.0
     heads = 0.0 if w.is_flex else HEAD_BYTES * w.heads / q_parts
-    return work_bytes * features + heads + statistics
+    kept = work_bytes * features + heads + statistics
+    if w.experts is None:
+        return kept
+    shared = (
+        work_bytes * w.hidden / hidden_parts if ffn else 0.0
+    )  # the output of shared experts is not the last product
+    return kept + shared + _experts_kept(w, layout, work_bytes, expert_load).selective
 
 
 def memory(
@@ -200,24 +292,68 @@ def memory(
     optimizer: Optimizer = "adamw",
     *,
     length: int,
+    expert_load: float = 1.0,
 ) -> Memory:
-    """The peak of a rank that processes ``tokens`` at a time in sequences of ``length``, by category."""
-    shard = shard or shard_of(workload, layout.y, layout.x)
-    moments = _moments(workload, layout, tokens, shard, work_bytes, optimizer, length)
+    """The peak of a rank that processes ``tokens`` at a time in sequences of ``length``, by category; of owners of experts the one with
+    ``expert_load`` times the mean rows."""
+    shard = shard or shard_of(workload, layout.y, layout.x, layout.experts)
+    moments = _moments(workload, layout, tokens, shard, work_bytes, optimizer, length, expert_load)
     return Memory(*max(moments, key=lambda moment: sum(moment[:-1])))
 
 
 class _InWork(NamedTuple):
-    """Activations of blocks that are recomputed alike, in bytes."""
+    """Activations of blocks that are recomputed alike, in bytes; of dense and sparse blocks ``each`` is the mean."""
 
     each: float  # of every block until backward comes to it
     live: float  # in addition of the one that backward is in
-    in_work: float  # gradients and temporaries
-    matrices: int  # of the MLP, whose gradients are there by then
+    in_work: tuple[
+        tuple[float, float], ...
+    ]  # gradients and temporaries, with elements of weights whose gradients are there by then
 
 
 def _in_work(
-    w: Workload, layout: Layout, tokens: float, kind: ActivationCheckpointing, work_bytes: int, length: int
+    w: Workload,
+    layout: Layout,
+    tokens: float,
+    kind: ActivationCheckpointing,
+    work_bytes: int,
+    length: int,
+    shard: ShardSizes,
+    expert_load: float,
+) -> _InWork:
+    if w.experts is None:
+        return _of_dense(w, layout, tokens, kind, work_bytes, length, shard)
+    of_experts = _experts_kept(w, layout, work_bytes, expert_load)
+    if kind == "selective":
+        layout = replace(layout, keep_inputs=False)
+    hidden = tokens * w.hidden / layout.y / (layout.x if layout.by_tokens else 1)
+    saved = tokens * saved_bytes_per_token(w, layout, work_bytes, length, expert_load)
+    kept = tokens * kept_bytes_per_token(w, layout, work_bytes, expert_load)
+    waiting = 0.0 if layout.activation_offloading else work_bytes * hidden
+    each = {"none": saved, "selective": waiting + kept, "full": waiting}[kind]
+    live = {"none": 0.0, "selective": saved - kept, "full": saved}[kind]
+    block_gradient = 2 * work_bytes * hidden
+    elements = shard.gathered_experts + shard.owned / layout.z * w.layers / w.sparse_layers
+    most = (
+        (block_gradient + tokens * of_experts.in_work, elements / (3 if w.gated else 2)),
+        (block_gradient + tokens * of_experts.after, elements),
+    )
+    live += tokens * of_experts.again * (kind == "selective")
+    if w.experts.dense_layers:
+        share = w.experts.dense_layers / w.layers
+        dense = _of_dense(w.dense, layout, tokens, kind, work_bytes, length, shard)
+        each = share * dense.each + (1 - share) * each
+    return _InWork(each, live, most)
+
+
+def _of_dense(
+    w: Workload,
+    layout: Layout,
+    tokens: float,
+    kind: ActivationCheckpointing,
+    work_bytes: int,
+    length: int,
+    shard: ShardSizes,
 ) -> _InWork:
     if kind == "selective":
         layout = replace(layout, keep_inputs=False)
@@ -248,7 +384,8 @@ def _in_work(
     most = max((after_mlp, 3 if w.gated else 2), (mlp, 1))
     if w.norm_after_mlp:  # comes before the MLP in backward
         most = max(most, (norm, 0))
-    return _InWork(each, live, *most)
+    in_work, matrices = most
+    return _InWork(each, live, ((in_work, matrices * shard.trained.inner),))
 
 
 def _moments(
@@ -259,11 +396,12 @@ def _moments(
     work_bytes: int,
     optimizer: Optimizer,
     length: int,
+    expert_load: float = 1.0,
 ) -> Iterator[tuple[float, float, float, float, float, float, float, str]]:
     """The fields of `Memory` at each moment that may be the peak. A search looks at millions of them, so they are tuples."""
     trained = shard.trained
     whole = w.layers * trained.block + trained.outside
-    stored = whole / layout.z
+    stored = (whole + w.layers * trained.owned) / layout.z
     element_bytes = (
         sent_bytes(w, shard, work_bytes) / shard.block
     )  # of a block's weights as they are gathered
@@ -297,7 +435,9 @@ def _moments(
     hidden_read = tokens * w.hidden / layout.y
     hidden = hidden_read / (layout.x if layout.by_tokens else 1)
     block_input = work_bytes * hidden
-    works = {kind: _in_work(w, layout, tokens, kind, work_bytes, length) for kind, _ in kinds}
+    works = {
+        kind: _in_work(w, layout, tokens, kind, work_bytes, length, shard, expert_load) for kind, _ in kinds
+    }
     last_norm = norm_bytes(w, cut, work_bytes) * hidden
     if layout.by_tokens:
         # After the last norm the model's code has a tensor of all tokens, and the head a gathered input.
@@ -333,16 +473,20 @@ def _moments(
     else:
         # FSDP2 keeps the buffer of the last gather in forward until the next; there is none on a z of one.
         gathers = layout.z > 1
-        last_gather = in_blocks * shard.block if in_root else copied * shard.table
+        last_gather = in_blocks * shard.most if in_root else copied * shard.table
         at_loss = (root or copied * shard.table) + last_gather * gathers
-        block = in_blocks * shard.block + copied * shard.adapters
+        block = in_blocks * shard.most + copied * shard.adapters
         in_block = root + block * (2 if gathers else 1)
         in_last = root + block
     in_block, in_last = in_block + unpacked, in_last + unpacked
+    # Casts of experts that ranks own: of one block; of those ahead, too, where the next micro-batch uses them.
+    casts = work_bytes * trained.owned / layout.z * (1 if work_bytes < MASTER_BYTES else 0)
+    in_block, in_last = in_block + casts * min(w.layers, 3 if accumulates else 1), in_last + casts
+    of_owned = GRADIENT_BYTES * trained.owned / layout.z
 
     # The loss. Gradients that are added up over micro-batches are whole over z until they are sent.
     columns = -(-w.vocabulary // layout.x)
-    added_up = GRADIENT_BYTES * whole if accumulates else 0.0
+    added_up = GRADIENT_BYTES * (whole + w.layers * trained.owned / layout.z) if accumulates else 0.0
     if layout.accumulates_shards:
         # With replicas FSDP2 has ``.grad`` in addition, and streamed weights the shards of the micro-batch.
         added_up = GRADIENT_BYTES * stored * (2 if layout.data > 1 and not is_streamed else 1)
@@ -397,23 +541,24 @@ def _moments(
         elif accumulates:
             gradients += GRADIENT_BYTES * (whole - done * trained.block - (0 if in_root else trained.table))
         if sends:
-            gradients += GRADIENT_BYTES * trained.block * min(done, waiting)
+            gradients += GRADIENT_BYTES * trained.most * min(done, waiting)
             if not in_root and done < waiting:
                 gradients += GRADIENT_BYTES * trained.table
             if waiting == 2:
                 gradients += GRADIENT_BYTES * trained.inner * (1 + 1 / layout.z)
-        gradients += work_bytes * work.matrices * trained.inner
-        activations = held + work.live + work.in_work
-        if done < w.layers - 1:
-            yield at("backward", gradients, activations, in_block, buffers)
-        else:
-            yield at("backward's last block", gradients, activations, in_last)
+        gradients += of_owned * (w.layers if accumulates else done)
+        for in_work, elements in work.in_work:
+            now, activations = gradients + work_bytes * elements, held + work.live + in_work
+            if done < w.layers - 1:
+                yield at("backward", now, activations, in_block, buffers)
+            else:
+                yield at("backward's last block", now, activations, in_last)
 
     # The embedding's gradient in the compute precision, with the last block's being sent; then its own are.
-    gradients = GRADIENT_BYTES * w.layers * trained.block / layout.z + head_stored
+    gradients = GRADIENT_BYTES * w.layers * trained.block / layout.z + head_stored + of_owned * w.layers
     ends = trained.outside if in_root else trained.table
     if layout.accumulates_shards:
-        gradients = added_up + (gradients if is_streamed else 0.0)
+        gradients = added_up + (gradients if is_streamed else of_owned * w.layers)
     elif accumulates:
         gradients += GRADIENT_BYTES * ends
     being_sent = GRADIENT_BYTES * trained.block * waiting if sends else 0.0

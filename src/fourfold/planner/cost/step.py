@@ -12,22 +12,24 @@ are predictions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from fourfold.mesh.axes import AXES
 from fourfold.optim.kinds import Optimizer
+from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.planner.cost.block import Pass, block_passes, ends_pass, together_s
 from fourfold.planner.cost.collective import Kind, collective_s
 from fourfold.planner.cost.compute import Kernels, host_copy_s, memory_s
 from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
+from fourfold.planner.cost.experts import Owners, owners_of
 from fourfold.planner.cost.linears import Given
 from fourfold.planner.cost.memory import Memory, ShardSizes, memory, sent_bytes, shard_of
 from fourfold.planner.cost.optimizer import OptimizerTime, muon_time
 from fourfold.planner.inputs.cluster import Cluster, Device
-from fourfold.planner.inputs.layout import FOURFOLD, Layout, Schedule
+from fourfold.planner.inputs.layout import FOURFOLD, ExpertsLayout, Layout, Schedule
 from fourfold.planner.inputs.workload import Workload
 
 
@@ -73,40 +75,77 @@ class Prices:
     schedule: Schedule = FOURFOLD
     kernels: Kernels | None = None
     optimizer: Optimizer = "adamw"
+    expert_load: float = 1.0  # rows of the owner of experts with most, as a multiple of the mean
 
     @_remembered
     def collective_s(self, kind: Kind, payload_bytes: float, ranks: int, inner_ranks: int) -> float:
         return collective_s(kind, payload_bytes, ranks, inner_ranks, self.cluster)
 
     @_remembered
-    def shard(self, y: int, x: int) -> ShardSizes:
-        return shard_of(self.workload, y, x)
+    def shard(self, y: int, x: int, experts: ExpertsLayout = "cut") -> ShardSizes:
+        return shard_of(self.workload, y, x, experts)
 
     @_remembered
     def passes(
-        self, tokens: float, y: int, x: int, activations: str = "replicated", keep_inputs: bool = True
+        self,
+        tokens: float,
+        y: int,
+        x: int,
+        activations: str = "replicated",
+        keep_inputs: bool = True,
+        owners: Owners | None = None,
+        *,
+        is_dense: bool = False,
     ) -> tuple[Pass, Pass, Pass, Pass]:
-        """A block's forward, its backward, its forward in backward, and embedding, head and loss."""
+        """A block's forward, its backward, its forward in backward, and embedding, head and loss.
+
+        With experts it is a sparse block, unless ``is_dense``.
+        """
+        w, schedule = self.workload, self.schedule
+        if w.experts is not None and is_dense:
+            w = w.dense
+        if owners is not None and schedule.elementwise == "compiled":
+            schedule = replace(
+                schedule, elementwise="eager"
+            )  # blocks whose experts ranks own are not compiled
 
         def send(kind: Kind, axis: str, payload_bytes: float) -> float:
+            if axis == "experts":
+                assert owners is not None
+                return self.collective_s(kind, payload_bytes, owners.ranks, owners.inner)
             return self.collective_s(kind, payload_bytes, *((x, 1) if axis == "x" else (y, x)))
 
-        timing = (self.cluster.device, self.kernels or Kernels(), self.schedule, self.cluster.slowdown)
-        given = Given(tokens, y, x, *timing, send, activations == "sequence-parallel", keep_inputs)
-        return *block_passes(self.workload, self.length, given), ends_pass(self.workload, given)
+        timing = (self.cluster.device, self.kernels or Kernels(), schedule, self.cluster.slowdown)
+        by_tokens = activations == "sequence-parallel"
+        given = Given(tokens, y, x, *timing, send, by_tokens, keep_inputs, owners, self.expert_load)
+        return *block_passes(w, self.length, given), ends_pass(w, given)
+
+    def owners(self, layout: Layout) -> Owners | None:
+        return owners_of(layout.experts, layout.z, layout.y, layout.x) if self.workload.experts else None
 
     def memory(self, layout: Layout, tokens: float) -> Memory:
-        shard = self.shard(layout.y, layout.x)
+        shard = self.shard(layout.y, layout.x, layout.experts)
         work_bytes = self.schedule.weight_bytes
-        return memory(self.workload, layout, tokens, shard, work_bytes, self.optimizer, length=self.length)
+        return memory(
+            self.workload,
+            layout,
+            tokens,
+            shard,
+            work_bytes,
+            self.optimizer,
+            length=self.length,
+            expert_load=self.expert_load,
+        )
 
     @_remembered
-    def optimizer_time(self, data: int, z: int, y: int, x: int) -> OptimizerTime:
+    def optimizer_time(
+        self, data: int, z: int, y: int, x: int, experts: ExpertsLayout = "cut"
+    ) -> OptimizerTime:
         """The optimizer's step on a grid, clipping included."""
         layout = Layout(data, z, y, x)
-        w, shard, device = self.workload, self.shard(layout.y, layout.x), self.cluster.device
+        w, shard, device = self.workload, self.shard(layout.y, layout.x, experts), self.cluster.device
         over = layout.z * (layout.data if self.schedule.optimizer_over_data else 1)
-        stored = (w.layers * shard.trained.block + shard.trained.outside) / over
+        stored = (w.layers * (shard.trained.block + shard.trained.owned) + shard.trained.outside) / over
         by_muon, muon = 0.0, OptimizerTime(0.0, dict.fromkeys(AXES, 0.0))
         if self.optimizer == "muon":
             by_muon = w.layers * shard.matrices / layout.z
@@ -130,11 +169,12 @@ class BlockTimes(NamedTuple):
 
 
 def block_times(prices: Prices, layout: Layout, tokens: float) -> list[BlockTimes]:
-    found = []
-    for kind, count in layout.checkpointing_of(prices.workload.layers):
+    found: list[BlockTimes] = []
+    owners = prices.owners(layout)
+    for kind, count, is_dense in _kinds_of_blocks(prices.workload, layout):
         keep_inputs = layout.keep_inputs and (kind != "selective" or not layout.by_tokens)
         forward, backward, again, _ = prices.passes(
-            tokens, layout.y, layout.x, layout.activations, keep_inputs
+            tokens, layout.y, layout.x, layout.activations, keep_inputs, owners, is_dense=is_dense
         )
         # Selective: only what lies between the linears, and FlexAttention, unless the block is one graph.
         is_kept = not prices.workload.is_flex or prices.schedule.elementwise == "compiled"
@@ -143,6 +183,20 @@ def block_times(prices: Prices, layout: Layout, tokens: float) -> list[BlockTime
         chosen = {"none": None, "selective": between, "full": again}[kind]
         found.append(BlockTimes(count, forward, backward, chosen))
     return found
+
+
+def _kinds_of_blocks(
+    workload: Workload, layout: Layout
+) -> Iterator[tuple[ActivationCheckpointing, int, bool]]:
+    """(what is recomputed, number of blocks, are they dense), from the first block to the last: dense ones come first."""
+    dense = workload.layers - workload.sparse_layers
+    for kind, count in layout.checkpointing_of(workload.layers):
+        first = min(dense, count)
+        dense -= first
+        if first:
+            yield kind, first, True
+        if count > first:
+            yield kind, count - first, False
 
 
 def estimate_with(
@@ -160,12 +214,14 @@ def estimate_with(
     w, device = prices.workload, prices.cluster.device
     tokens = prices.tokens_at_once(layout, global_batch_sequences)
     blocks = block_times(prices, layout, tokens)
-    *_, ends = prices.passes(tokens, layout.y, layout.x, layout.activations, layout.keep_inputs)
-    shard = prices.shard(layout.y, layout.x)
+    *_, ends = prices.passes(
+        tokens, layout.y, layout.x, layout.activations, layout.keep_inputs, prices.owners(layout)
+    )
+    shard = prices.shard(layout.y, layout.x, layout.experts)
     weights_link_s, weights_exposed_s = _weights(prices, layout, shard, blocks)
 
     m = layout.micro_batches
-    optimizer = prices.optimizer_time(*layout.grid)
+    optimizer = prices.optimizer_time(*layout.grid, layout.experts)
     compute_s = {
         "matmul": m
         * (sum(b.blocks * (b.forward.matmul_s + b.backward.matmul_s) for b in blocks) + ends.matmul_s),
@@ -183,10 +239,11 @@ def estimate_with(
     passes = [(b.blocks, one) for b in blocks for one in (b.forward, b.backward, b.again) if one] + [
         (1, ends)
     ]
-    link_s = {axis: m * sum(n * p.link_s[axis] for n, p in passes) for axis in ("x", "y")}
-    link_s |= weights_link_s
-    exposed_s = {axis: m * sum(n * p.exposed_s[axis] for n, p in passes) for axis in ("x", "y")}
-    exposed_s |= weights_exposed_s
+    link_s = {axis: m * sum(n * p.link_s.get(axis, 0.0) for n, p in passes) for axis in AXES}
+    exposed_s = {axis: m * sum(n * p.exposed_s.get(axis, 0.0) for n, p in passes) for axis in AXES}
+    for axis in ("z", "data"):
+        link_s[axis] += weights_link_s[axis]
+        exposed_s[axis] += weights_exposed_s[axis]
     for axis, sent_s in optimizer.link_s.items():  # nothing hides it
         link_s[axis] += sent_s
         exposed_s[axis] += sent_s
@@ -261,20 +318,28 @@ def _traffic(prices: Prices, layout: Layout, shard: ShardSizes) -> _Traffic:
     w, schedule, inner = prices.workload, prices.schedule, layout.y * layout.x
     data_bytes = schedule.data_bytes or schedule.gradient_bytes
 
-    def each(gathered_bytes: float, trained: float, calls: int) -> tuple[float, float, float]:
+    def each(
+        gathered_bytes: float, trained: float, calls: int, owned: float = 0.0
+    ) -> tuple[float, float, float]:
         gather = prices.collective_s("all_gather", gathered_bytes / calls, layout.z, inner)
         if not trained:
             return calls * gather, 0.0, 0.0
         part = trained / calls
         scatter = prices.collective_s("reduce_scatter", schedule.gradient_bytes * part, layout.z, inner)
+        part += owned / calls
         data = prices.collective_s("all_reduce", data_bytes * part / layout.z, layout.data, inner * layout.z)
         return calls * gather, calls * scatter, calls * data
 
     # FSDP2 sends a block's weights together, streamed weights go matrix by matrix; embedding and head are two more.
-    calls = len(w.block_matrices) if layout.weights == "streamed" else 1
+    calls = len(w.block_matrices) - (shard.owned > 0) if layout.weights == "streamed" else 1
     trained = shard.trained
     return _Traffic(
-        *each(_sent_bytes(prices, shard) + schedule.weight_bytes * shard.adapters, trained.block, calls),
+        *each(
+            _sent_bytes(prices, shard) + schedule.weight_bytes * shard.adapters,
+            trained.block,
+            calls,
+            trained.owned,
+        ),
         *each(schedule.weight_bytes * shard.outside, trained.outside, 2),
         calls,
     )
@@ -297,7 +362,7 @@ def _weights(
     link_z += sends * (blocks * t.scatter_s + t.outside_scatter_s)
     link_data = sends_data * (blocks * t.data_s + t.outside_data_s)
 
-    overlap_forward_s = _overlap_s(prices, layout, times[0].forward)
+    overlap_forward_s = sum(t.blocks * _overlap_s(prices, layout, t.forward) for t in times) / blocks
     overlap_backward_s = (
         sum(
             t.blocks

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from fourfold.mesh.axes import Axis
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks, weaker
 
 Activations = Literal["replicated", "sequence-parallel"]
 Accumulation = Literal["whole", "sharded"]
 Attention = Literal["auto", "varlen", "flex", "masked"]
 Elementwise = Literal["fused", "eager", "compiled"]
+# Experts of a mixture: cut over y and x, and gathered over z; or owned by the ranks of these axes.
+ExpertsLayout = Literal["cut"] | tuple[Axis, ...]
 ACCUMULATION: tuple[Accumulation, ...] = get_args(Accumulation)
 
 
@@ -47,6 +50,7 @@ class Layout:
     accumulation: Accumulation = "whole"
     # The inputs of recomputed blocks are in the memory of the host from forward to backward; for GPUs.
     activation_offloading: bool = False
+    experts: ExpertsLayout = "cut"
 
     @property
     def ranks(self) -> int:
@@ -89,6 +93,7 @@ class Layout:
             self.checkpointing_words: self.checkpointing_words != "",
             "inputs offloaded": self.activation_offloading and self.checkpointing_words != "",
             f"{self.keep_bytes / 2**30:.1f} GiB kept": self.keep_bytes > 0,
+            f"experts owned over {' and '.join(self.experts)}": self.experts != "cut",
         }
         return ", ".join(words for words, is_set in settings.items() if is_set)
 

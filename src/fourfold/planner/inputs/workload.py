@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fourfold.planner.inputs.experts import SPARSE, Experts, Latent, experts_of, latent_of
 from fourfold.untrusted_input import read_json
 from fourfold.weights.quantization import BYTES_PER_NUMBER, Quantization
 
@@ -19,7 +20,7 @@ _UNGATED = ("gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "starc
             "persimmon", "nemotron", "arcee", "biogpt", "codegen", "falcon")  # fmt: skip
 # Families that multiply q, k and v in one matrix, and those whose norms of q and k look at all heads of a rank.
 _FUSED_QKV = ("phi3", "gpt2", "gpt_bigcode", "gpt_neox", "bloom", "mpt", "persimmon", "falcon")
-_NORMS_ALL_HEADS = ("olmo2", "olmo3")
+_NORMS_ALL_HEADS = ("olmo2", "olmo3", "olmoe")
 # Families whose positions are not in q and k.
 _NOT_ROTATED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt", "bloom", "mpt")
 # The names of each size in several families.
@@ -51,6 +52,8 @@ class KeptMore(NamedTuple):
 _NORMS_OF_Q_AND_K = KeptMore(q=(1, 1), kv=(1, 1))
 _KEPT_MORE = {
     "qwen3": _NORMS_OF_Q_AND_K,
+    "qwen3_moe": _NORMS_OF_Q_AND_K,
+    "olmoe": _NORMS_OF_Q_AND_K,
     "hunyuan_v1_dense": _NORMS_OF_Q_AND_K,
     "exaone4": _NORMS_OF_Q_AND_K,
     "gemma": KeptMore(hidden=(2, -2)),
@@ -89,7 +92,7 @@ _WHOLE_LOGITS = dict.fromkeys(("granite", "cohere", "cohere2", "gptj", "opt", "p
 
 @dataclass(frozen=True)
 class Workload:
-    """A dense decoder. Embedding and head are one matrix if ``tied``."""
+    """A decoder. Embedding and head are one matrix if ``tied``."""
 
     name: str
     hidden: int
@@ -117,6 +120,8 @@ class Workload:
     )
     lora_rank: int = 0  # of the adapters that are trained instead of the weights; 0: the weights are trained
     quantization: Quantization = "none"  # of the weights of linears in blocks, where adapters are trained
+    experts: Experts | None = None  # of the blocks after the dense ones
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -161,6 +166,21 @@ class Workload:
         return self.kv_heads * self.head_dim
 
     @property
+    def o_features(self) -> int:
+        """Of attention's output."""
+        return self.heads * self.latent.value if self.latent is not None else self.q_features
+
+    @property
+    def dense(self) -> Workload:
+        """With its dense blocks alone."""
+        layers = self.experts.dense_layers if self.experts is not None else self.layers
+        return replace(self, experts=None, layers=layers)
+
+    @property
+    def sparse_layers(self) -> int:
+        return 0 if self.experts is None else self.layers - self.experts.dense_layers
+
+    @property
     def activation_copies(self) -> int:
         """How many tensors of inner features autograd keeps of an MLP."""
         if self.gated:
@@ -168,11 +188,35 @@ class Workload:
         return _COPIES.get(self.activation, 2)
 
     @property
+    def attention_matrices(self) -> tuple[int, ...]:
+        """Elements of q, k, v, o; with latent attention those of its five matrices."""
+        h = self.hidden
+        if self.latent is None:
+            q, kv = h * self.q_features, h * self.kv_features
+            return (q, kv, kv, q)
+        at = self.latent
+        of_q = (h * at.q, at.q * self.q_features) if at.q else (h * self.q_features,)
+        of_kv = (h * (at.kv + at.rotated), at.kv * self.heads * (at.unrotated + at.value))
+        return (*of_q, *of_kv, h * self.o_features)
+
+    @property
+    def expert_elements(self) -> int:
+        """Of all experts of a block, those that all tokens share left out."""
+        if self.experts is None:
+            return 0
+        e = self.experts
+        biases = (2 if self.gated else 1) * e.features + self.hidden if e.bias else 0
+        return e.number * ((3 if self.gated else 2) * self.hidden * e.features + biases)
+
+    @property
     def block_matrices(self) -> tuple[int, ...]:
-        """Elements of q, k, v, o, (gate,) up, down."""
-        h, up = self.hidden, self.hidden * self.ffn
-        q, kv = h * self.q_features, h * self.kv_features
-        return (q, kv, kv, q, *([up] * (3 if self.gated else 2)))
+        """Elements of attention's matrices, and of (gate,) up, down; or of router, shared experts and experts."""
+        count = 3 if self.gated else 2
+        if self.experts is None:
+            return (*self.attention_matrices, *[self.hidden * self.ffn] * count)
+        e = self.experts
+        shared = [self.hidden * e.shared] * (count if e.shared else 0)
+        return (*self.attention_matrices, self.hidden * e.number, *shared, self.expert_elements)
 
     @property
     def block_vectors(self) -> int:
@@ -182,6 +226,8 @@ class Workload:
             count += self.q_features + 2 * self.kv_features
         if self.bias:
             count += 2 * self.hidden + self.ffn * (2 if self.gated else 1)
+        if self.latent is not None:
+            count += self.latent.q + self.latent.kv
         return count
 
     @property
@@ -192,8 +238,10 @@ class Workload:
     @property
     def parameters(self) -> int:
         outside = self.table * (1 if self.tied else 2) + self.positions * self.hidden
-        block = sum(self.block_matrices) + self.block_vectors
-        return self.layers * block + outside + self.hidden * (2 if self.bias else 1)
+        blocks = self.layers * (sum(self.block_matrices) + self.block_vectors)
+        if self.experts is not None:
+            blocks += self.experts.dense_layers * (sum(self.dense.block_matrices) - sum(self.block_matrices))
+        return blocks + outside + self.hidden * (2 if self.bias else 1)
 
     def divides_heads(self, parts: int) -> bool:
         """Can attention be sharded into this many parts with whole heads each? (`parallel/sequence_roles.py`)"""
@@ -204,12 +252,19 @@ class Workload:
     # -- work ----------------------------------------------------------------------------------------------------
 
     def block_forward_flops_per_token(self, length: int) -> float:
-        """Forward FLOPs of one block for one token: matmuls and attention.
+        """Forward FLOPs of one block for one token: matmuls and attention; of experts those that it chooses, and the mean of all blocks.
 
         Attention is counted whole, not halved for what a causal mask leaves out, as Megatron (arXiv 2104.04473 eq. 3) and
         PaLM count it.
         """
-        return 2.0 * sum(self.block_matrices) + 4.0 * length * self.q_features
+        attention = 2.0 * length * (self.q_features + self.o_features)
+        if self.experts is None:
+            return 2.0 * sum(self.block_matrices) + attention
+        e = self.experts
+        *others, _ = self.block_matrices
+        sparse = sum(others) + e.chosen / e.number * self.expert_elements
+        share = e.dense_layers / self.layers
+        return 2.0 * (share * sum(self.dense.block_matrices) + (1 - share) * sparse) + attention
 
     def model_flops(self, tokens: float, length: int) -> float:
         """FLOPs of forward and backward: what MFU counts."""
@@ -229,7 +284,8 @@ class Workload:
 
     def share_before_last_product(self, length: int) -> float:
         """Of a block's forward FLOPs: what precedes its last linear."""
-        return 1.0 - 2.0 * self.hidden * self.ffn / self.block_forward_flops_per_token(length)
+        last = self.ffn if self.experts is None else self.experts.chosen * self.experts.features
+        return 1.0 - 2.0 * self.hidden * last / self.block_forward_flops_per_token(length)
 
 
 def from_config(config: dict[str, Any] | str | Path, name: str | None = None) -> Workload:
@@ -260,6 +316,9 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
     ffn = 4 * hidden if ffn is None else int(ffn)
     kv_heads = _kv_heads(config, family, heads)
     head_dim = config.get("head_dim")
+    latent = latent_of(config, family)
+    if latent is not None:
+        head_dim = latent.rotated + latent.unrotated
     is_gpt2 = family in ("gpt2", "gpt_bigcode")
     return Workload(
         name=name or str(config.get("_name_or_path") or family or "model"),
@@ -270,9 +329,9 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         kv_heads=kv_heads,
         head_dim=hidden // heads if head_dim is None else int(head_dim),
         vocabulary=_integer(config, "vocabulary"),
-        gated=family in _GATED,
+        gated=family not in _UNGATED,
         tied=bool(config.get("tie_word_embeddings", is_gpt2 or family.startswith("gemma"))),
-        qkv_bias=bool(config.get("attention_bias", family == "qwen2")),
+        qkv_bias=bool(config.get("attention_bias", family in ("qwen2", "qwen2_moe", "gpt_oss"))),
         bias=family in ("gpt2", "gpt_neox", "opt", "bloom", "phi", "starcoder2", "gpt_bigcode", "gptj"),
         positions=int(_first(config, "positions") or 0) if is_gpt2 else 0,
         activation=str(_first(config, "activation") or ("gelu_new" if is_gpt2 else "")),
@@ -283,6 +342,8 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         kept_by_flex=_KEPT_BY_FLEX.get(family),
         norm_after_mlp=family in _NORM_AFTER_MLP,
         whole_logits=_WHOLE_LOGITS.get(family, 0),
+        experts=experts_of(config, family),
+        latent=latent,
     )
 
 
@@ -299,15 +360,22 @@ def _kv_heads(config: dict[str, Any], family: str, heads: int) -> int:
 
 
 def _check_family(family: str, config: dict[str, Any]) -> None:
+    if family in SPARSE:
+        if config.get("decoder_sparse_step", 1) != 1:
+            raise ValueError(
+                f"{family} has decoder_sparse_step={config['decoder_sparse_step']}, and the planner's formulas know models whose dense "
+                "blocks come first; follow a step of it on a grid with `fourfold dryrun`"
+            )
+        return
     experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
     if experts:
         raise ValueError(
-            f"{family or 'this model'} has {experts} experts, and the planner's formulas know dense blocks of 1 MLP alone; follow a step of "
-            "it on a grid with `fourfold dryrun`, or give a config of its dense equivalent"
+            f"{family or 'this model'} has {experts} experts, and the planner's formulas know those of {', '.join(SPARSE)}; follow a step of "
+            "it on a grid with `fourfold dryrun`, or give a config of its nearest relative"
         )
     if family not in _GATED and family not in _UNGATED:
         raise ValueError(
-            f"model_type {family!r} is not one of the {len(_GATED) + len(_UNGATED)} families whose block the planner knows; "
+            f"model_type {family!r} is not one of the {len(_GATED) + len(_UNGATED) + len(SPARSE)} families whose block the planner knows; "
             "give the model_type of the nearest one ('llama' for a gated MLP, 'gpt2' for a plain one), or a Workload"
         )
 
