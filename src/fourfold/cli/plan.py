@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_changes, add_engine, check_not_shared, positive
+from fourfold.cli.arguments import add_changes, add_engine, check_not_shared, expert_load, positive
 from fourfold.config.describe import SIZES, sized_model_config
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import BY_MEMORY, CHOSEN_ALONG, EngineSection
@@ -99,6 +99,14 @@ def add_to(commands: Any) -> None:
         choices=("none", "nf4"),
         help="of the frozen weights of linears in blocks, with adapters (default: as the run config says, or none)",
     )
+    add_engine(parser, "experts", unless="the run config's, or consider all")
+    parser.add_argument(
+        "--expert-load",
+        type=expert_load,
+        default=1.0,
+        metavar="LOAD",
+        help="rows of the rank with most, where ranks own experts, as a multiple of the mean, or worst: all that routers can send to one (default: 1.0)",
+    )
     parser.add_argument("--rows", type=positive, default=10, help="number of layouts to show (default: 10)")
     parser.add_argument(
         "--explain",
@@ -178,7 +186,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--price and --watts need the number of training tokens; give --tokens, such as 15T")
     if options.explain:
         schedule = schedule_of(cluster, precision, is_compiled=is_compiled, float8=float8)
-        prices = Prices(workload, cluster, length, schedule, optimizer=optimizer)
+        load = options.expert_load
+        prices = Prices(workload, cluster, length, schedule, optimizer=optimizer, expert_load=load)
         a, b = (tables.pick_layout(word, plan, prices, sequences) for word in options.explain)
         print(tables.explain(a, b))
     if options.json:
@@ -200,6 +209,7 @@ def run(options: argparse.Namespace) -> int:
             float8,
             lora_rank,
             quantization,
+            options.expert_load,
         )
         timeline, _ = simulate_step(estimate_by_dry_run(job, best.layout), cluster, keep_spans=True)
         options.trace.write_text(json.dumps(chrome_trace(timeline, str(best.layout))))
@@ -261,6 +271,10 @@ class _Asked:
             own["lora_rank"] = options.lora
         if options.quantization:
             own["quantization"] = options.quantization
+        own["expert_load"] = options.expert_load
+        if options.experts is not None:
+            of_all = options.experts
+            own["experts"] = (tuple(of_all) if isinstance(of_all, list) else of_all,)
         if options.keep_inputs is not None:
             own["keep_inputs"] = (options.keep_inputs,)
         wanted = {"precision": None, **found, **own, "sequences": sequences, "length": length}
@@ -277,7 +291,7 @@ def _without_layout(run: RunConfig, changes: list[str]) -> RunConfig:
 def _fixed(engine: EngineSection) -> str:
     """What the run config sets of that which a plan could choose, in words."""
     fixed = [n for n in sorted(CHOSEN_ALONG) if n in engine.model_fields_set]
-    fixed += [n for n in ("activations", *BY_MEMORY) if getattr(engine, n) not in ("auto", None)]
+    fixed += [n for n in ("activations", "experts", *BY_MEMORY) if getattr(engine, n) not in ("auto", None)]
     return ", ".join(f"engine.{name} = {getattr(engine, name)}" for name in fixed)
 
 

@@ -41,6 +41,7 @@ class Job:
     float8: Any = "none"
     lora_rank: int = 0
     quantization: Any = "none"
+    expert_load: Any = 1.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,8 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         optimizer=job.optimizer,
         float8=job.float8,
         lora=Lora(job.lora_rank, quantization=job.quantization) if job.lora_rank else None,
+        experts=layout.experts,
+        expert_load=job.expert_load,
     )
     return DryRunEstimate(layout, done.traced, done.left_out)
 

@@ -25,7 +25,16 @@ from fourfold.planner.cost.step import Estimate, Prices
 from fourfold.planner.dry_run_estimate import Job, describe, refuse_compiled, schedule_of
 from fourfold.planner.inputs import cluster as clusters
 from fourfold.planner.inputs.cluster import Cluster
-from fourfold.planner.inputs.layout import ACCUMULATION, Accumulation, Activations, Attention, Layout
+from fourfold.planner.inputs.layout import (
+    ACCUMULATION,
+    EXPERTS,
+    Accumulation,
+    Activations,
+    Attention,
+    ExpertsLayout,
+    Layout,
+)
+from fourfold.planner.inputs.workload import Workload
 from fourfold.planner.search import RESERVE, Plan, Rejected, memory_limit_bytes, search, too_large
 from fourfold.planner.workers import for_all, simulate_layout
 from fourfold.weights.quantization import Quantization
@@ -55,6 +64,8 @@ def plan(
     reserve: float = RESERVE,
     lora_rank: int = 0,
     quantization: Quantization = "none",
+    experts: tuple[ExpertsLayout, ...] = EXPERTS,
+    expert_load: float | Literal["worst"] = 1.0,
     roles: Mapping[str, str] | None = None,
     dry_runs: int = 100,
     quiet: bool = False,
@@ -71,7 +82,8 @@ def plan(
     latter with gathered inputs that are kept and that are gathered again, unless ``keep_inputs`` says which. With
     ``activation_offloading`` the inputs of blocks that are recomputed are on the host, where a layout recomputes any. ``attention`` is that
     of packed documents, as in a run config. With a ``lora_rank`` adapters of all linears but the head are trained, and the weights frozen,
-    with a ``quantization`` of those in blocks.
+    with a ``quantization`` of those in blocks. ``experts`` of a mixture are gathered over z, and owned by its ranks, unless one is given;
+    ``expert_load`` is how many rows the fullest owner has, as a multiple of the mean, or "worst".
 
     Any other module that takes ``input_ids``, ``labels`` and ``**kwargs`` of its loss and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them and the
@@ -117,7 +129,12 @@ def plan(
         float8,
         lora_rank,
         quantization,
+        expert_load,
     )
+    if workload is not None and workload.experts is not None:
+        experts = _possible_experts(
+            workload, experts, optimizer, offloads=offloads, float8=float8, lora_rank=lora_rank
+        )
     if workload is None:
         # Few such modules allow sequence parallelism, and each try is a dry run.
         layouts, rejected = _all_layouts(
@@ -143,14 +160,16 @@ def plan(
         layouts = layouts[:dry_runs]
         found = Plan([], rejected, ranks, memory_limit_bytes(machines, reserve), tuple(notes))
     else:
+        prices = Prices(
+            workload,
+            machines,
+            length,
+            schedule_of(machines, work, is_compiled=compile, float8=float8),
+            optimizer=optimizer,
+            expert_load=expert_load,
+        )
         found = search(
-            Prices(
-                workload,
-                machines,
-                length,
-                schedule_of(machines, work, is_compiled=compile, float8=float8),
-                optimizer=optimizer,
-            ),
+            prices,
             ranks,
             sequences,
             weights=weights,
@@ -161,8 +180,12 @@ def plan(
             keep_bytes=keep_bytes,
             accumulation=accumulation,
             activation_offloading=offloads,
+            experts=experts,
             reserve=reserve,
         )
+        if workload.experts is not None:
+            notes_of_experts = tuple(_notes_of_experts(found, prices, sequences))
+            found = replace(found, notes=(*found.notes, *notes_of_experts))
         layouts = [e.layout for e in _worth_simulating(found, simulate)]
     formulas_s = {e.layout: e.step_s for e in found.ranked}
     simulated: list[Estimate] = []
@@ -199,6 +222,65 @@ def plan(
             f"LoRA of rank {lora_rank} in all linears but the head{of_weights}; MFU and HFU count two of three products of frozen weights."
         )
     return replace(found, ranked=[*simulated, *rest], rejected=[*found.rejected, *failed], notes=tuple(notes))
+
+
+def _possible_experts(
+    workload: Workload,
+    experts: tuple[ExpertsLayout, ...],
+    optimizer: Optimizer,
+    *,
+    offloads: bool,
+    float8: str,
+    lora_rank: int,
+) -> tuple[ExpertsLayout, ...]:
+    """Of these, what `parallelize` allows with the other options."""
+    if optimizer == "muon" or lora_rank:
+        what = f"optimizer={optimizer!r}" if optimizer == "muon" else f"lora_rank={lora_rank}"
+        raise ValueError(
+            f"{workload.name} has experts, and the planner's formulas do not know {what} with them; follow a step with `fourfold dryrun`"
+        )
+    if not offloads and float8 == "none":
+        return experts
+    what = "activation_offloading" if offloads else f"float8={float8!r}"
+    if "cut" not in experts:
+        raise ValueError(f"experts that ranks own with {what} are not supported; use experts=('cut',)")
+    return ("cut",)
+
+
+def _notes_of_experts(found: Plan, prices: Prices, sequences: int) -> list[str]:
+    """What owned experts gain over gathered ones, and how uneven routers may be."""
+    owned = next((e for e in found.ranked if e.layout.experts != "cut"), None)
+    gathered = next((e for e in found.ranked if e.layout.experts == "cut"), None)
+    notes = []
+    if owned is not None and gathered is not None:
+        first, second = sorted((owned, gathered), key=lambda e: e.step_s)
+        words = {True: "gathered over z", False: "owned"}
+        is_cut = first.layout.experts == "cut"
+        notes.append(
+            f"Experts {words[is_cut]} are {second.step_s / first.step_s:.2f} times as fast as {words[not is_cut]}: the best of those is "
+            f"{second.layout}, limited by {second.limited_by}."
+        )
+    if owned is not None:
+        load = fitting_load(prices, owned.layout, sequences, found.memory_limit_bytes)
+        most = "as many rows as routers can send" if load is None else f"{load:.1f} times the mean rows"
+        notes.append(f"With owned experts ({owned.layout}) a rank has memory for {most}.")
+    return notes
+
+
+def fitting_load(prices: Prices, layout: Layout, sequences: int, limit_bytes: float) -> float | None:
+    """The load of the fullest owner at which the memory is used up; None if there is none."""
+    tokens = prices.tokens_at_once(layout, sequences)
+
+    def fits(load: float | Literal["worst"]) -> bool:
+        return replace(prices, expert_load=load).memory(layout, tokens).total_bytes <= limit_bytes
+
+    if fits("worst"):
+        return None
+    low, high = 1.0, float(prices.workload.experts.number if prices.workload.experts else 1)
+    while high - low > 0.05:
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _worth_simulating(found: Plan, count: int) -> list[Estimate]:

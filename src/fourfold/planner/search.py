@@ -12,14 +12,17 @@ from typing import Literal
 from fourfold.mesh.axes import divisors, factorisations
 from fourfold.parallel.checkpointing import KINDS, ActivationCheckpointing, weaker
 from fourfold.planner.cost.block import groups_of
+from fourfold.planner.cost.experts import owners_of
 from fourfold.planner.cost.float8 import why_not_float8
 from fourfold.planner.cost.memory import WORK_BYTES, Memory
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster
 from fourfold.planner.inputs.layout import (
     ACCUMULATION,
+    EXPERTS,
     Accumulation,
     Activations,
+    ExpertsLayout,
     Layout,
     undivided_axis,
 )
@@ -88,7 +91,8 @@ def why_not_grid(workload: Workload, grid: tuple[int, int, int, int], batch_sequ
         reason = f"x={x} is not a multiple of {kv_heads}; use x <= {_below(w.kv_heads, x)}"
     return (
         reason
-        or _undivided("x", x, w.ffn, f"intermediate_size={w.ffn}")
+        or _undivided("x", x, w.ffn if w.sparse_layers < w.layers else 0, f"intermediate_size={w.ffn}")
+        or _undivided("x", x, w.experts.shared if w.experts else 0, "the inner features of shared experts")
         or _undivided("y", y, w.hidden, f"hidden_size={w.hidden}")
         or _why_not_packed(w, y, x)
         or _undivided("data*z", data * z, batch_sequences, f"the global batch of {batch_sequences}")
@@ -102,6 +106,20 @@ def _why_not_packed(w: Workload, y: int, x: int) -> str | None:
         if features % (ranks * BLOCK):
             return f"{axis}={ranks} does not divide {features} input features into whole blocks of {BLOCK} for NF4; use a smaller {axis}"
     return None
+
+
+def why_not_experts(w: Workload, experts: ExpertsLayout, grid: tuple[int, int, int, int]) -> str | None:
+    """Why experts cannot be so on this grid; None if they can, and also where that is what they are in any case."""
+    _, z, y, x = grid
+    if w.experts is None:
+        return None
+    e, owners = w.experts, owners_of(experts, z, y, x)
+    if owners is not None and e.number % owners.ranks:
+        over = "*".join(owners.axes)
+        return f"{over}={owners.ranks} does not divide the {e.number} experts, so ranks cannot own whole ones"
+    if owners is not None and "x" in owners.axes:
+        return None
+    return _undivided("x*y", x * y, e.features, f"the {e.features} inner features of an expert")
 
 
 def _undivided(axis: str, ranks: int, size: int, name: str) -> str | None:
@@ -127,13 +145,14 @@ def search(
     keep_bytes: int | None = None,
     accumulation: tuple[Accumulation, ...] = ACCUMULATION,
     activation_offloading: bool = False,
+    experts: tuple[ExpertsLayout, ...] = EXPERTS,
     reserve: float = RESERVE,
 ) -> Plan:
     """All layouts, the fastest first.
 
     ``reserve`` is the part of the memory that is left free. Of the kinds of ``checkpointing`` each layout has as little as fits. Streamed weights are tried with none, half and all of them kept, unless ``keep_bytes`` says how much.
     Sequence-parallel ``activations`` are tried where there are tensor ranks, with gathered inputs that are kept and that are
-    gathered again (``keep_inputs``). Gradients of several micro-batches are added up whole, and in shards. Grids with more than `_MOST_TENSOR_RANKS` on y and x together are skipped.
+    gathered again (``keep_inputs``). Gradients of several micro-batches are added up whole, and in shards. ``experts`` of a mixture are gathered, and owned. Grids with more than `_MOST_TENSOR_RANKS` on y and x together are skipped.
     """
     workload, cluster, length = prices.workload, prices.cluster, prices.length
     limit_bytes = memory_limit_bytes(cluster, reserve)
@@ -166,6 +185,14 @@ def search(
                     rejected.append(
                         Rejected(Layout(data, z, y, x, weights=weights, activations=way[0]), reason)
                     )
+        ways_of_experts: list[ExpertsLayout] = []
+        for way_of_experts in experts if workload.experts else ("cut",):
+            if way_of_experts != "cut" and owners_of(way_of_experts, z, y, x) is None:
+                continue  # it is what "cut" is
+            if (why := why_not_experts(workload, way_of_experts, grid)) is None:
+                ways_of_experts.append(way_of_experts)
+            else:
+                rejected.append(Rejected(Layout(data, z, y, x, weights=weights, experts=way_of_experts), why))
         for micro_batches in divisors(global_batch_sequences // (data * z)):
             tokens = global_batch_sequences // (data * z * micro_batches) * length
             if undivided is not None and "sequence-parallel" in activations:
@@ -174,7 +201,9 @@ def search(
                 reason = f"{axis}={axis_ranks} does not divide the {length} tokens of a sequence, so they cannot be sharded"
                 rejected.append(Rejected(layout, reason))
             ways_to_add_up = accumulation if micro_batches > 1 and z > 1 else accumulation[:1]
-            for (kind, keeps_inputs), kept_bytes, adds_up in product(ways, keeps, ways_to_add_up):
+            for (kind, keeps_inputs), kept_bytes, adds_up, held in product(
+                ways, keeps, ways_to_add_up, ways_of_experts
+            ):
                 layout = Layout(
                     data,
                     z,
@@ -189,6 +218,7 @@ def search(
                     checkpointed_blocks,
                     adds_up,
                     activation_offloading,
+                    held,
                 )
                 layout, peak = least_recomputed(
                     layout, checkpointing, workload.layers, partial(prices.memory, tokens=tokens), limit_bytes

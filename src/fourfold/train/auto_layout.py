@@ -22,7 +22,7 @@ from fourfold.config.run_file import from_dict
 from fourfold.config.schema import BY_MEMORY, CHOSEN_ALONG, RunConfig
 from fourfold.mesh.axes import divisors
 from fourfold.parallel.checkpointing import KINDS
-from fourfold.planner.inputs.layout import ACCUMULATION, Layout
+from fourfold.planner.inputs.layout import ACCUMULATION, EXPERTS, ExpertsLayout, Layout
 
 if TYPE_CHECKING:
     from fourfold.planner.cost.step import Estimate
@@ -47,6 +47,7 @@ _INPUTS = attrgetter(
     "lora.quantization",
     "lora.dropout",
     "optimizer.name",
+    "experts.reads_routers",
 )
 _CHECKPOINTING = attrgetter("activation_checkpointing", "checkpointed_blocks")
 
@@ -86,6 +87,7 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
         before.grid.size == ranks
         and _INPUTS(before) == _INPUTS(run)
         and run.engine.weights in ("auto", before.engine.weights)
+        and run.engine.experts in ("auto", before.engine.experts)
         and run.engine.accumulation in ("auto", before.engine.accumulation)
         and (
             run.engine.activation_checkpointing == "auto"
@@ -101,7 +103,7 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
     )
     if not is_same:
         return None
-    names = (*CHOSEN_ALONG, *BY_MEMORY, "weights", "activations")
+    names = (*CHOSEN_ALONG, *BY_MEMORY, "weights", "activations", "experts")
     chosen = {name: getattr(before.engine, name) for name in names}
     rows = before.batch.micro_batch_sequences
     found = _with_sections(run, batch={"micro_batch_sequences": rows}, engine=chosen)
@@ -169,7 +171,15 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
         "keep_bytes": engine.keep_weights_bytes if _sets(run, "keep_weights_bytes") else None,
         "activations": engine.activations if engine.activations != "auto" else None,
         "keep_inputs": (engine.keep_inputs,) if _sets(run, "keep_inputs") else (True, False),
+        "experts": _experts(run),
     }
+
+
+def _experts(run: RunConfig) -> tuple[ExpertsLayout, ...]:
+    """What the run config leaves open; what reads routers is for gathered ones alone."""
+    if run.engine.experts == "auto":
+        return ("cut",) if run.experts.reads_routers else EXPERTS
+    return (tuple(run.engine.experts) if isinstance(run.engine.experts, list) else run.engine.experts,)
 
 
 def fastest(run: RunConfig, found: Plan) -> Estimate:
@@ -214,6 +224,7 @@ def layout_fields(run: RunConfig, layout: Layout) -> dict[str, dict[str, Any]]:
             "checkpointed_blocks": layout.checkpointed_blocks,
             "accumulation": layout.accumulation,
             "weights": layout.weights,
+            "experts": run.engine.experts if layout.experts == "cut" else list(layout.experts),
             "keep_weights_bytes": kept_bytes if _sets(run, "keep_weights_bytes") else layout.keep_bytes,
         },
     }
@@ -228,7 +239,7 @@ def without_layout(run: RunConfig, keep: Sequence[str] = ()) -> RunConfig:
     values["grid"] = {"cluster": run.grid.cluster}
     values.get("batch", {}).pop("micro_batch_sequences", None)
     if not run.grid.auto and "engine" in values:
-        chosen = {*CHOSEN_ALONG, *BY_MEMORY, "activations"}.difference(keep)
+        chosen = {*CHOSEN_ALONG, *BY_MEMORY, "activations", "experts"}.difference(keep)
         values["engine"] = {name: value for name, value in values["engine"].items() if name not in chosen}
     return from_dict(values)
 

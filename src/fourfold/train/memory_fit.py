@@ -96,6 +96,7 @@ def fields_that_fit(
         keep_inputs=engine.keep_inputs,
         checkpointed_blocks=engine.checkpointed_blocks,
         activation_offloading=engine.activation_offloading and target == "cuda",
+        experts=tuple(engine.experts) if isinstance(engine.experts, list) else "cut",
     )
     work_bytes = 2 if engine.precision == "bf16" else 4
 

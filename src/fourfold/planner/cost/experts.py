@@ -11,22 +11,25 @@ router, and what follows waits for it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fourfold.mesh.axes import Axis
 from fourfold.planner.cost.compute import matmul_s, memory_s
 from fourfold.planner.cost.elementwise import Moved
 from fourfold.planner.cost.linears import Given
+from fourfold.planner.inputs.experts import Experts
 from fourfold.planner.inputs.layout import ExpertsLayout
 from fourfold.planner.inputs.workload import Workload
 
 # For each feature of a row, and of a row's inner features: gather, gate, weight, put back, add up. Eager: the sums over the operators of
 # a dry run.
-_ROWS = {"fused": Moved(8, 8), "eager": Moved(20, 14), "compiled": Moved(20, 14)}
-_INNER = {"fused": Moved(6, 12), "eager": Moved(10, 52), "compiled": Moved(10, 52)}
+_ROWS = {"fused": Moved(8, 8), "eager": Moved(18, 20), "compiled": Moved(18, 20)}
+_INNER = {"fused": Moved(6, 12), "eager": Moved(10, 42), "compiled": Moved(10, 42)}
 # Of owned experts: rows gathered by rank, put back, weighted and added up where the tokens are from.
-_SENT_ROWS = {"fused": Moved(8, 8), "eager": Moved(30, 38), "compiled": Moved(30, 38)}
-_ROUTER = 24  # for each token and expert: logits, their softmax and its gradient, in fp32
+_SENT_ROWS = {"fused": Moved(8, 8), "eager": Moved(22, 24), "compiled": Moved(22, 24)}
+_ROUTER = Moved(28, 40)  # for each token and expert: logits, their softmax, in fp32
+# For each element of an expert that a rank owns, in a micro-batch: two casts, and its gradient, which is added up.
+OWNED_BYTES = 26
 _COUNT_BYTES = 8
 
 
@@ -41,6 +44,14 @@ class Owners(NamedTuple):
     def link(self) -> Axis:
         """The axis that their all-to-all counts for."""
         return "z" if "z" in self.axes else "x"
+
+
+def load_of(e: Experts, owners: Owners | None, load: float | Literal["worst"]) -> float:
+    """Rows of the fullest rank, as a multiple of the mean; "worst": each token sends it as many choices as it has experts for."""
+    if owners is None:
+        return 1.0
+    worst = owners.ranks * min(e.chosen, e.number // owners.ranks) / e.chosen
+    return worst if load == "worst" else min(load, worst)
 
 
 def owners_of(experts: ExpertsLayout, z: int, y: int, x: int) -> Owners | None:
@@ -85,7 +96,7 @@ def experts_passes(w: Workload, given: Given) -> tuple[ExpertsTime, ExpertsTime,
     own_tokens = g.tokens / g.x if g.by_tokens else g.tokens
 
     def product_s(m: float, n: float, k: float) -> float:
-        return matmul_s(held, m, n, k, g.device, g.kernels.matmul_share)
+        return matmul_s(max(1, round(held)), m, n, k, g.device, g.kernels.matmul_share)
 
     each = rows / held
     into_s, out_s = product_s(each, up, h), product_s(each, h, inner)
@@ -96,7 +107,7 @@ def experts_passes(w: Workload, given: Given) -> tuple[ExpertsTime, ExpertsTime,
     def elementwise_s(way: int) -> float:
         kind = g.schedule.elementwise
         moved = (
-            rows * (_ROWS[kind][way] * h + _INNER[kind][way] * inner) + own_tokens * _ROUTER / 2 * e.number
+            rows * (_ROWS[kind][way] * h + _INNER[kind][way] * inner) + own_tokens * _ROUTER[way] * e.number
         )
         if owners is not None:
             moved += e.rows(tokens) * _SENT_ROWS[kind][way] * h

@@ -481,7 +481,7 @@ def _moments(
     in_block, in_last = in_block + unpacked, in_last + unpacked
     # Casts of experts that ranks own: of one block; of those ahead, too, where the next micro-batch uses them.
     casts = work_bytes * trained.owned / layout.z * (1 if work_bytes < MASTER_BYTES else 0)
-    in_block, in_last = in_block + casts * min(w.layers, 3 if accumulates else 1), in_last + casts
+    in_last += casts
     of_owned = GRADIENT_BYTES * trained.owned / layout.z
 
     # The loss. Gradients that are added up over micro-batches are whole over z until they are sent.
@@ -489,7 +489,9 @@ def _moments(
     added_up = GRADIENT_BYTES * (whole + w.layers * trained.owned / layout.z) if accumulates else 0.0
     if layout.accumulates_shards:
         # With replicas FSDP2 has ``.grad`` in addition, and streamed weights the shards of the micro-batch.
-        added_up = GRADIENT_BYTES * stored * (2 if layout.data > 1 and not is_streamed else 1)
+        of_all = w.layers * trained.owned / layout.z  # experts that ranks own have ``.grad`` alone
+        added_up = GRADIENT_BYTES * (stored - of_all) * (2 if layout.data > 1 and not is_streamed else 1)
+        added_up += GRADIENT_BYTES * of_all
     saved = sum(works[kind].each * blocks for kind, blocks in kinds) + last_norm
     if offloaded:  # the last input, which backward needs first
         saved += block_input
@@ -546,11 +548,16 @@ def _moments(
                 gradients += GRADIENT_BYTES * trained.table
             if waiting == 2:
                 gradients += GRADIENT_BYTES * trained.inner * (1 + 1 / layout.z)
-        gradients += of_owned * (w.layers if accumulates else done)
+        # Owned experts: added up over micro-batches, they are beside those of the last one until these are summed over data.
+        if not layout.accumulates_shards:
+            gradients += of_owned * (w.layers if accumulates else done)
+        elif layout.data > 1:
+            gradients += of_owned * done
         for in_work, elements in work.in_work:
             now, activations = gradients + work_bytes * elements, held + work.live + in_work
             if done < w.layers - 1:
-                yield at("backward", now, activations, in_block, buffers)
+                gathered = in_block + casts * min(w.layers - done, 3 if accumulates else 1)
+                yield at("backward", now, activations, gathered, buffers)
             else:
                 yield at("backward's last block", now, activations, in_last)
 
@@ -558,7 +565,7 @@ def _moments(
     gradients = GRADIENT_BYTES * w.layers * trained.block / layout.z + head_stored + of_owned * w.layers
     ends = trained.outside if in_root else trained.table
     if layout.accumulates_shards:
-        gradients = added_up + (gradients if is_streamed else of_owned * w.layers)
+        gradients = added_up + (gradients - of_owned * w.layers if is_streamed else 0.0)
     elif accumulates:
         gradients += GRADIENT_BYTES * ends
     being_sent = GRADIENT_BYTES * trained.block * waiting if sends else 0.0

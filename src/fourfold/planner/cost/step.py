@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from fourfold.mesh.axes import AXES
 from fourfold.optim.kinds import Optimizer
@@ -24,7 +24,7 @@ from fourfold.planner.cost.block import Pass, block_passes, ends_pass, together_
 from fourfold.planner.cost.collective import Kind, collective_s
 from fourfold.planner.cost.compute import Kernels, host_copy_s, memory_s
 from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
-from fourfold.planner.cost.experts import Owners, owners_of
+from fourfold.planner.cost.experts import OWNED_BYTES, Owners, load_of, owners_of
 from fourfold.planner.cost.linears import Given
 from fourfold.planner.cost.memory import Memory, ShardSizes, memory, sent_bytes, shard_of
 from fourfold.planner.cost.optimizer import OptimizerTime, muon_time
@@ -75,7 +75,9 @@ class Prices:
     schedule: Schedule = FOURFOLD
     kernels: Kernels | None = None
     optimizer: Optimizer = "adamw"
-    expert_load: float = 1.0  # rows of the owner of experts with most, as a multiple of the mean
+    expert_load: float | Literal["worst"] = (
+        1.0  # rows of the owner of experts with most, as a multiple of the mean
+    )
 
     @_remembered
     def collective_s(self, kind: Kind, payload_bytes: float, ranks: int, inner_ranks: int) -> float:
@@ -117,7 +119,8 @@ class Prices:
 
         timing = (self.cluster.device, self.kernels or Kernels(), schedule, self.cluster.slowdown)
         by_tokens = activations == "sequence-parallel"
-        given = Given(tokens, y, x, *timing, send, by_tokens, keep_inputs, owners, self.expert_load)
+        load = 1.0 if w.experts is None else load_of(w.experts, owners, self.expert_load)
+        given = Given(tokens, y, x, *timing, send, by_tokens, keep_inputs, owners, load)
         return *block_passes(w, self.length, given), ends_pass(w, given)
 
     def owners(self, layout: Layout) -> Owners | None:
@@ -134,8 +137,12 @@ class Prices:
             work_bytes,
             self.optimizer,
             length=self.length,
-            expert_load=self.expert_load,
+            expert_load=self._load(layout),
         )
+
+    def _load(self, layout: Layout) -> float:
+        experts = self.workload.experts
+        return 1.0 if experts is None else load_of(experts, self.owners(layout), self.expert_load)
 
     @_remembered
     def optimizer_time(
@@ -239,8 +246,12 @@ def estimate_with(
     passes = [(b.blocks, one) for b in blocks for one in (b.forward, b.backward, b.again) if one] + [
         (1, ends)
     ]
-    link_s = {axis: m * sum(n * p.link_s.get(axis, 0.0) for n, p in passes) for axis in AXES}
-    exposed_s = {axis: m * sum(n * p.exposed_s.get(axis, 0.0) for n, p in passes) for axis in AXES}
+    link_s: dict[str, float] = {
+        axis: m * sum(n * p.link_s.get(axis, 0.0) for n, p in passes) for axis in AXES
+    }
+    exposed_s: dict[str, float] = {
+        axis: m * sum(n * p.exposed_s.get(axis, 0.0) for n, p in passes) for axis in AXES
+    }
     for axis in ("z", "data"):
         link_s[axis] += weights_link_s[axis]
         exposed_s[axis] += weights_exposed_s[axis]
@@ -276,6 +287,8 @@ def _copies_s(prices: Prices, layout: Layout, shard: ShardSizes) -> float:
     if prices.workload.lora_rank:
         blocks *= _sent_bytes(prices, shard) / (prices.schedule.weight_bytes * shard.block)
         moved = gathered * (2 * blocks + shard.outside) + gradient * prices.workload.layers * shard.adapters
+    if prices.schedule.elementwise != "fused":
+        moved += OWNED_BYTES * prices.workload.layers * shard.owned / layout.z
     return memory_s(layout.micro_batches * moved, prices.cluster.device)
 
 
