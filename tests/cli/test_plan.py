@@ -320,3 +320,44 @@ def test_the_html_report_and_the_trace_show_the_simulated_step(tmp_path, capsys)
     assert text.count('class="plotly-graph-div"') == 3
     for word in ("Where the time of a step goes", "Memory of a rank", "The search space"):
         assert word in text
+
+
+# -- experts ------------------------------------------------------------------------------------------------------------
+
+# So wide that gathered experts do not fit, and a batch so small that rows are few.
+WIDE = {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 32768, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 64, "num_experts_per_tok": 2}  # fmt: skip
+
+
+def test_a_plan_chooses_who_has_experts(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(WIDE))
+    file, out = tmp_path / "run.toml", tmp_path / "plan.json"
+    chosen = {
+        "model.config": str(config),
+        "data.sources": [{"path": "text"}],
+        "data.sequence_length": 4096,
+        "batch.tokens": 64 * 4096,
+    }
+    file.write_text(starting_file("A run.", chosen))
+    words = ["plan", str(file), "--cluster", "dgx-h100", "--gpus", "64", "--rows", "1"]
+    assert main([*words, "--write", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "experts owned over z" in said
+    assert "a rank has memory for" in said
+    run = load_run(file)
+    assert run.engine.experts == ["z"]
+    assert run.grid.z > 1
+    # What was written does not restrict the next plan; what --set and --experts say does.
+    assert main([*words, "--experts", "cut", "--json", str(out)]) in (0, 2)
+    assert "experts owned" not in capsys.readouterr().out
+    steps = []
+    for load in ("1.0", "4", "worst"):
+        assert main([*words, "--experts", "z", "--expert-load", load, "--json", str(out)]) == 0
+        steps.append(json.loads(out.read_text())["ranked"][0]["step_s"])
+    assert steps[0] < steps[1] < steps[2]
+    assert main([*words, "--experts", "z", "--compile"]) == 2
+    assert "experts that ranks own with compile=True are not supported" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--expert-load", "0.5"])
+    assert "0.5 is not a load of experts" in capsys.readouterr().err

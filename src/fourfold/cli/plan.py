@@ -161,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
         asked.model,
         cluster,
         asked.gpus,
-        **{**asked.options, "compile": is_compiled},
+        **{**asked.options, "compile": None if wanted is None and can_compile else is_compiled},
         simulate=options.simulate,
     )
     workload = describe(asked.model)[1]

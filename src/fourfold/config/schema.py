@@ -221,7 +221,7 @@ class EngineSection(Section):
     float8: Literal["none", "rowwise_with_gw_hp"] = "none"
     """Matmuls of the linears in blocks: all in precision (none), or outputs and gradients of inputs in e4m3 with a scale for each row, and gradients of weights in precision (rowwise_with_gw_hp); on GPUs with precision bf16 and compute capability 8.9 or newer."""
     experts: Literal["auto", "cut"] | list[Literal["z", "x"]] = "auto"
-    """Experts of each layer: gathered over z where they are used and sharded by features over y and x (cut), or owned by the ranks of z, of x or of both, to which tokens are sent (["z"], ["x"], ["z", "x"]); auto: cut."""
+    """Experts of each layer: gathered over z where they are used and sharded by features over y and x (cut), or owned by the ranks of z, of x or of both, to which tokens are sent (["z"], ["x"], ["z", "x"]); auto: as the plan chose, or cut without one."""
 
     @property
     def is_open(self) -> bool:

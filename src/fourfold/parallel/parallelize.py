@@ -97,7 +97,7 @@ def parallelize(
         lora: train adapters of low rank (`Lora`) instead of the weights, which are frozen, and stored in ``precision``, or in NF4.
         experts: gathered over z where they are used, as other weights are, with their inner features sharded over y and x (``cut``); or
             owned by ranks, to which the tokens are sent: of z (``("z",)``), of x (``("x",)``) or of both (``("z", "x")``). Axes that are
-            not named do as with ``cut``. ``auto`` is ``cut``.
+            not named do as with ``cut``. ``auto`` is ``cut``; `fourfold.plan` prices all of them.
         checkpoint: a folder of safetensors, as `save_pretrained` writes it.
         seed: initial weights are the same values on every grid, by the model's own rules of initialisation.
 

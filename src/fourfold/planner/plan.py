@@ -98,6 +98,7 @@ def plan(
     source, workload = describe(model)
     weights = weights or ("fsdp2" if machines.target == "cuda" else "streamed")
     is_simulated = bool(simulate) or workload is None
+    asks_for_compiled = bool(compile)
     if quantization != "none":
         if compile:
             raise ValueError(f"blocks with quantization={quantization!r} are not compiled; use compile=False")
@@ -133,7 +134,15 @@ def plan(
     )
     if workload is not None and workload.experts is not None:
         experts = _possible_experts(
-            workload, experts, optimizer, offloads=offloads, float8=float8, lora_rank=lora_rank
+            workload,
+            experts,
+            optimizer,
+            lora_rank,
+            {
+                "compile=True": asks_for_compiled,
+                "activation_offloading": offloads,
+                f"float8={float8!r}": float8 != "none",
+            },
         )
     if workload is None:
         # Few such modules allow sequence parallelism, and each try is a dry run.
@@ -211,7 +220,9 @@ def plan(
     rest = [e for e in found.ranked if e.layout not in layouts]
     notes = list(found.notes)
     if machines.target == "cuda":
-        notes.append(f"Blocks are {'compiled' if compile else 'not compiled'} (engine.compile).")
+        how = "compiled" if compile else "not compiled"
+        others = ", but where ranks own experts" if compile and workload and workload.experts else ""
+        notes.append(f"Blocks are {how} (engine.compile){others}.")
     if float8 != "none":
         notes.append(
             f"Linears of blocks compute in float8 ({float8}); MFU and HFU are parts of the peak in bf16."
@@ -228,20 +239,18 @@ def _possible_experts(
     workload: Workload,
     experts: tuple[ExpertsLayout, ...],
     optimizer: Optimizer,
-    *,
-    offloads: bool,
-    float8: str,
     lora_rank: int,
+    others: Mapping[str, bool],
 ) -> tuple[ExpertsLayout, ...]:
-    """Of these, what `parallelize` allows with the other options."""
+    """Of these, what `parallelize` allows with the ``others`` that are on."""
     if optimizer == "muon" or lora_rank:
         what = f"optimizer={optimizer!r}" if optimizer == "muon" else f"lora_rank={lora_rank}"
         raise ValueError(
             f"{workload.name} has experts, and the planner's formulas do not know {what} with them; follow a step with `fourfold dryrun`"
         )
-    if not offloads and float8 == "none":
+    what = next((name for name, is_on in others.items() if is_on), None)
+    if what is None:
         return experts
-    what = "activation_offloading" if offloads else f"float8={float8!r}"
     if "cut" not in experts:
         raise ValueError(f"experts that ranks own with {what} are not supported; use experts=('cut',)")
     return ("cut",)

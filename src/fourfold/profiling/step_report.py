@@ -103,6 +103,7 @@ def save_run(
     optimizer: str = "adamw",
     activation_offloading: bool = False,
     float8: str = "none",
+    experts: str | Sequence[str] = "cut",
 ) -> None:
     """Write the median times of some steps, and the layout, for ``fourfold plan --compare-to``. Call it on one rank.
 
@@ -136,6 +137,7 @@ def save_run(
             checkpointed_blocks=checkpointed_blocks,
             accumulation=accumulation,
             activation_offloading=activation_offloading and grid.target == "cuda",
+            experts=experts if experts != "auto" else "cut",
         ),
         "sequences": sequences,
         "length": length,

@@ -15,7 +15,7 @@ from fourfold.hf.experts import is_experts
 from fourfold.mesh.axes import Z_AND_X, Axis, divisors
 from fourfold.mesh.grid import Grid
 
-# Gathered over z and cut over y and x; or owned by the ranks of these axes. "auto" is the first, until the planner knows the second.
+# Gathered over z and cut over y and x; or owned by the ranks of these axes. "auto" is the first, unless a plan chose the second.
 Experts = Literal["auto", "cut"] | tuple[Axis, ...]
 GATHERED: tuple[Literal["auto", "cut"], ...] = ("auto", "cut")
 OWNED: tuple[tuple[Axis, ...], ...] = (("z",), ("x",), ("z", "x"))
@@ -66,7 +66,7 @@ def choose_owned(model: nn.Module, grid: Grid, experts: Experts) -> OwnedExperts
     if not isinstance(experts, tuple):
         if not found or grid.z == 1:
             return OwnedExperts()
-        why = "asked for" if experts == "cut" else "auto: the planner does not know owned ones"
+        why = "asked for" if experts == "cut" else "auto, without a plan"
         return OwnedExperts(note=f"experts: gathered over z={grid.z} ({why})")
     if not found:
         raise ValueError(

@@ -54,6 +54,10 @@ class Layout:
     activation_offloading: bool = False
     experts: ExpertsLayout = "cut"
 
+    def __post_init__(self) -> None:
+        if isinstance(self.experts, list):  # as a file has it
+            object.__setattr__(self, "experts", tuple(self.experts))
+
     @property
     def ranks(self) -> int:
         return self.data * self.z * self.y * self.x

@@ -37,6 +37,7 @@ def run_metadata(trainer: Trainer) -> dict[str, Any]:
             checkpointed_blocks=run.engine.checkpointed_blocks,
             accumulation=run.engine.accumulation,
             activation_offloading=run.engine.activation_offloading and grid.target == "cuda",
+            experts="cut" if run.engine.experts == "auto" else run.engine.experts,
         )
         | {"data": grid.data * trainer.replicas.planned},
         "data": [
