@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from fourfold.mesh.axes import AXES
+from fourfold.mesh.axes import AXES, Z_AND_X
 from fourfold.optim.kinds import Optimizer
 from fourfold.planner.cost.compute import operation_s
 from fourfold.planner.cost.memory import Memory
@@ -211,6 +211,12 @@ _PART_OF_PHASE = {"recompute": "recomputation", "clip": "optimizer", "optimizer"
 _PART_OF_WORK = {"matmul": "matmul", "attention": "attention", "memory": "element-wise"}
 
 
+def _by_axis(seconds: Mapping[Any, float]) -> dict[str, float]:
+    """Of the four axes; what z and x do together counts for z."""
+    both = {"z": seconds.get(Z_AND_X, 0.0)}
+    return {axis: seconds.get(axis, 0.0) + both.get(axis, 0.0) for axis in reversed(AXES)}
+
+
 def as_estimate(dry_run: DryRunEstimate, job: Job, workload: Workload | None, cluster: Cluster) -> Estimate:
     """A simulated step as an `Estimate`, like those of the formulas."""
     from fourfold.dry_run.events import CATEGORIES
@@ -226,8 +232,8 @@ def as_estimate(dry_run: DryRunEstimate, job: Job, workload: Workload | None, cl
         layout,
         step.step_s,
         compute_s,
-        {axis: step.link_s.get(axis, 0.0) for axis in reversed(AXES)},
-        {axis: step.exposed_s.get(axis, 0.0) for axis in reversed(AXES)},
+        _by_axis(step.link_s),
+        _by_axis(step.exposed_s),
         Memory(*held_bytes, f"{event.phase} of {event.module or 'the model'}"),  # type: ignore[call-arg]
         tokens / step.step_s,
         *utilisation(workload, layout, cluster.device, tokens, job.length, step.step_s),

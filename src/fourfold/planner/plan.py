@@ -220,9 +220,9 @@ def plan(
     rest = [e for e in found.ranked if e.layout not in layouts]
     notes = list(found.notes)
     if machines.target == "cuda":
-        how = "compiled" if compile else "not compiled"
+        state = "compiled" if compile else "not compiled"
         others = ", but where ranks own experts" if compile and workload and workload.experts else ""
-        notes.append(f"Blocks are {how} (engine.compile){others}.")
+        notes.append(f"Blocks are {state} (engine.compile){others}.")
     if float8 != "none":
         notes.append(
             f"Linears of blocks compute in float8 ({float8}); MFU and HFU are parts of the peak in bf16."

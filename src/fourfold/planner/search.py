@@ -118,7 +118,7 @@ def why_not_experts(w: Workload, experts: ExpertsLayout, grid: tuple[int, int, i
         over = "*".join(owners.axes)
         return f"{over}={owners.ranks} does not divide the {e.number} experts, so ranks cannot own whole ones"
     if owners is not None and "x" in owners.axes:
-        return None
+        return _undivided("y", y, e.features, f"the {e.features} inner features of an expert")
     return _undivided("x*y", x * y, e.features, f"the {e.features} inner features of an expert")
 
 
@@ -187,8 +187,9 @@ def search(
                     )
         ways_of_experts: list[ExpertsLayout] = []
         for way_of_experts in experts if workload.experts else ("cut",):
-            if way_of_experts != "cut" and owners_of(way_of_experts, z, y, x) is None:
-                continue  # it is what "cut" is
+            of_grid = owners_of(way_of_experts, z, y, x)
+            if way_of_experts != "cut" and (of_grid is None or of_grid.axes != way_of_experts):
+                continue  # it is what another one is
             if (why := why_not_experts(workload, way_of_experts, grid)) is None:
                 ways_of_experts.append(way_of_experts)
             else:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fourfold.dry_run.events import Event, Operation, Start, Track
+from fourfold.mesh.axes import Z_AND_X
 from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.cost.compute import host_copy_s, operation_s
 from fourfold.planner.inputs.cluster import Cluster
@@ -54,7 +55,8 @@ def predict(
 
     ``seconds_of``: the price of an operation, if it is known already.
     """
-    inner = inner_ranks(shape)
+    # Ranks of z and x together, which own experts, have those of y between them.
+    inner = inner_ranks(shape) | {Z_AND_X: shape[2]}
 
     def collective(start: Start) -> float:
         if start.kind == "to_host" or start.kind == "to_device":

@@ -47,7 +47,6 @@ _INPUTS = attrgetter(
     "lora.quantization",
     "lora.dropout",
     "optimizer.name",
-    "experts.reads_routers",
 )
 _CHECKPOINTING = attrgetter("activation_checkpointing", "checkpointed_blocks")
 
@@ -176,9 +175,9 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
 
 
 def _experts(run: RunConfig) -> tuple[ExpertsLayout, ...]:
-    """What the run config leaves open; what reads routers is for gathered ones alone."""
+    """What the run config leaves open."""
     if run.engine.experts == "auto":
-        return ("cut",) if run.experts.reads_routers else EXPERTS
+        return EXPERTS
     return (tuple(run.engine.experts) if isinstance(run.engine.experts, list) else run.engine.experts,)
 
 

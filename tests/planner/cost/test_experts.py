@@ -59,6 +59,7 @@ EVERY_CHANGE = [
     ("mixtral", Layout(1, 4, 1, 1), 1.0),
     ("qwen3_moe", Layout(2, 4, 1, 1, 2, "full", **OWNED), 1.0),
     ("deepseek_v3", Layout(1, 4, 1, 1, **OWNED), 1.0),
+    ("qwen3_moe", Layout(1, 2, 1, 2, **TOKENS, experts=("z", "x")), 1.0),
 ]
 POINTS = [
     ("mixtral", Layout(1, 4, 1, 1, **OWNED), 1.0),
@@ -74,6 +75,9 @@ POINTS = [
     ("qwen3_moe", Layout(1, 4, 1, 1, 1, "full", **OWNED), 1.0),
     ("qwen3_moe", Layout(1, 4, 1, 1, 1, "selective", **OWNED), 1.0),
     ("qwen3_moe", Layout(2, 4, 1, 1, 3, "full", accumulation="sharded", **OWNED), 1.0),
+    ("qwen3_moe", Layout(1, 2, 1, 2, **TOKENS, experts=("x",)), 1.0),
+    ("qwen3_moe", Layout(1, 2, 1, 2, 1, "selective", **TOKENS, experts=("z", "x")), 1.0),
+    ("mixtral", Layout(1, 2, 2, 2, **TOKENS, experts=("x",)), 1.0),
     ("deepseek_v3", Layout(1, 4, 1, 1), 1.0),
     ("deepseek_v3", Layout(1, 4, 1, 1, 1, "full", **OWNED), 1.0),
 ]

@@ -3,7 +3,8 @@
     cut      features gathered over y and tokens over x; every rank has a row for each choice of these tokens, and f/(x*y) of the
              inner features of all E experts; reduce-scatter over x and y
     owned    a row for each choice goes to the rank of the axes A that owns its expert, by an all-to-all, and back; E/g experts on each
-             of g ranks. With A = (z,) this is inside of what is around cut experts; with x in A tokens are not gathered over x
+             of g ranks. With A = (z,) this is inside of what is around cut experts. With x in A each x rank sends its own tokens, and
+             inner features are sharded over y alone
 
 The step takes as long as the rank with most rows, which are ``load`` times the mean. Nothing hides an all-to-all, because it waits for the
 router, and what follows waits for it.
@@ -87,7 +88,7 @@ def experts_passes(w: Workload, given: Given) -> tuple[ExpertsTime, ExpertsTime,
     assert e is not None
     owners = given.owners
     owns_x = owners is not None and "x" in owners.axes
-    cuts = 1 if owns_x else g.y * g.x
+    cuts = g.y if owns_x else g.y * g.x
     held = e.number / (owners.ranks if owners else 1)  # experts on a rank
     tokens = g.tokens / g.x if owns_x else g.tokens
     rows = e.rows(tokens) * (g.load if owners else 1.0)
@@ -113,7 +114,7 @@ def experts_passes(w: Workload, given: Given) -> tuple[ExpertsTime, ExpertsTime,
             moved += e.rows(tokens) * _SENT_ROWS[kind][way] * h
         return memory_s(g.kernels.memory_passes * moved, g.device)
 
-    around = {} if owns_x else _around(w, given)
+    around = _around(w, given, owns_x=owns_x)
     forth, sizes = 0.0, 0.0
     if owners is not None:
         payload_bytes = g.schedule.weight_bytes * e.rows(tokens) * g.load * h
@@ -139,7 +140,7 @@ def experts_passes(w: Workload, given: Given) -> tuple[ExpertsTime, ExpertsTime,
     )
 
 
-def _around(w: Workload, given: Given) -> dict[str, float]:
+def _around(w: Workload, given: Given, *, owns_x: bool) -> dict[str, float]:
     """Seconds on y and x of the gather before experts that are cut, and of the sum behind them."""
     g, wide = given, given.schedule.weight_bytes
     if g.x * g.y == 1:
@@ -147,11 +148,17 @@ def _around(w: Workload, given: Given) -> dict[str, float]:
     whole_bytes = wide * g.tokens * w.hidden
     if g.by_tokens:
         over_y = whole_bytes / g.x
+        if owns_x:
+            return {"y": g.send("all_gather", "y", over_y) + g.send("reduce_scatter", "y", over_y)}
         return {
             "y": g.send("all_gather", "y", over_y) + g.send("reduce_scatter", "y", over_y),
             "x": g.send("all_gather", "x", whole_bytes) + g.send("reduce_scatter", "x", whole_bytes),
         }
     return {
-        "y": g.send("all_gather", "y", whole_bytes) + g.send("reduce_scatter", "y", whole_bytes),
-        "x": g.send("all_reduce", "x", whole_bytes / g.y),
+        "y": g.send("all_gather", "y", whole_bytes)
+        + g.send("reduce_scatter", "y", whole_bytes / (g.x if owns_x else 1)),
+        # Where x ranks take their part of the tokens, all have the results in the end.
+        "x": g.send("all_gather", "x", whole_bytes / g.y)
+        if owns_x
+        else g.send("all_reduce", "x", whole_bytes / g.y),
     }

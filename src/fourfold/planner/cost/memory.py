@@ -174,11 +174,13 @@ def _experts_kept(w: Workload, layout: Layout, work_bytes: int, load: float) -> 
     # By one of the tokens that x and y ranks share, where x ranks send their own.
     choices = e.chosen / x if owns_x else e.chosen
     rows = choices * (load if owners else 1.0)
-    inner, h = e.features / (1 if owns_x else y * x), w.hidden
+    inner, h = e.features / (y if owns_x else y * x), w.hidden
     features = rows * w.activation_copies * inner
     up = 2 if w.gated else 1
     selective = rows * up * inner
-    if not owns_x and y * x > 1:  # the gathered input, and that of the router
+    if owns_x:  # the gathered input
+        features += (h / x if layout.by_tokens else h) if y > 1 else 0.0
+    elif y * x > 1:  # the gathered input, and that of the router
         features += h + (h / x if layout.by_tokens else 0.0)
     if owners is not None:  # what arrived, and what came back
         features += rows * h + choices * h

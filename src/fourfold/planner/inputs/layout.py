@@ -14,8 +14,8 @@ Attention = Literal["auto", "varlen", "flex", "masked"]
 Elementwise = Literal["fused", "eager", "compiled"]
 # Experts of a mixture: cut over y and x, and gathered over z; or owned by the ranks of these axes.
 ExpertsLayout = Literal["cut"] | tuple[Axis, ...]
-# What a plan tries, as far as ranks can own experts (`parallel/experts/choice.py`).
-EXPERTS: tuple[ExpertsLayout, ...] = ("cut", ("z",))
+# What a plan tries: all that ranks can do (`parallel/experts/choice.py`).
+EXPERTS: tuple[ExpertsLayout, ...] = ("cut", ("z",), ("x",), ("z", "x"))
 ACCUMULATION: tuple[Accumulation, ...] = get_args(Accumulation)
 
 
