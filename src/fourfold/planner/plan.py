@@ -248,11 +248,11 @@ def _possible_experts(
         raise ValueError(
             f"{workload.name} has experts, and the planner's formulas do not know {what} with them; follow a step with `fourfold dryrun`"
         )
-    what = next((name for name, is_on in others.items() if is_on), None)
-    if what is None:
+    on = [name for name, is_on in others.items() if is_on]
+    if not on:
         return experts
     if "cut" not in experts:
-        raise ValueError(f"experts that ranks own with {what} are not supported; use experts=('cut',)")
+        raise ValueError(f"experts that ranks own with {on[0]} are not supported; use experts=('cut',)")
     return ("cut",)
 
 

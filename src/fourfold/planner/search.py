@@ -12,11 +12,11 @@ from typing import Literal
 from fourfold.mesh.axes import divisors, factorisations
 from fourfold.parallel.checkpointing import KINDS, ActivationCheckpointing, weaker
 from fourfold.planner.cost.block import groups_of
-from fourfold.planner.cost.experts import owners_of
 from fourfold.planner.cost.float8 import why_not_float8
 from fourfold.planner.cost.memory import WORK_BYTES, Memory
 from fourfold.planner.cost.step import Estimate, Prices, estimate_with
 from fourfold.planner.inputs.cluster import Cluster
+from fourfold.planner.inputs.experts import owners_of
 from fourfold.planner.inputs.layout import (
     ACCUMULATION,
     EXPERTS,

@@ -11,11 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Mix
 from fourfold import Overlap
 from fourfold.dry_run.events import Start
 from fourfold.dry_run.run import DryRun, dryrun
-from fourfold.planner.cost.experts import load_of, owners_of
 from fourfold.planner.cost.memory import memory
 from fourfold.planner.cost.step import Prices, estimate_with
 from fourfold.planner.inputs.cluster import preset
-from fourfold.planner.inputs.experts import SPARSE, Experts
+from fourfold.planner.inputs.experts import SPARSE, Experts, load_of, owners_of
 from fourfold.planner.inputs.layout import FOURFOLD, Layout
 from fourfold.planner.inputs.workload import Workload, from_config
 from fourfold.planner.plan import fitting_load

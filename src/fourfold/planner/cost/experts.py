@@ -12,14 +12,11 @@ router, and what follows waits for it.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from fourfold.mesh.axes import Axis
 from fourfold.planner.cost.compute import matmul_s, memory_s
 from fourfold.planner.cost.elementwise import Moved
 from fourfold.planner.cost.linears import Given
-from fourfold.planner.inputs.experts import Experts
-from fourfold.planner.inputs.layout import ExpertsLayout
 from fourfold.planner.inputs.workload import Workload
 
 # For each feature of a row, and of a row's inner features: gather, gate, weight, put back, add up. Eager: the sums over the operators of
@@ -32,46 +29,6 @@ _ROUTER = Moved(28, 40)  # for each token and expert: logits, their softmax, in 
 # For each element of an expert that a rank owns, in a micro-batch: two casts, and its gradient, which is added up.
 OWNED_BYTES = 26
 _COUNT_BYTES = 8
-
-
-class Owners(NamedTuple):
-    """The ranks that own experts together."""
-
-    axes: tuple[Axis, ...]
-    ranks: int
-    inner: int  # ranks between neighbours
-
-    @property
-    def link(self) -> Axis:
-        """The axis that their all-to-all counts for."""
-        return "z" if "z" in self.axes else "x"
-
-
-def load_of(e: Experts, owners: Owners | None, load: float | Literal["worst"]) -> float:
-    """Rows of the fullest rank, as a multiple of the mean; "worst": each token sends it as many choices as it has experts for."""
-    if owners is None:
-        return 1.0
-    worst = owners.ranks * min(e.chosen, e.number // owners.ranks) / e.chosen
-    return worst if load == "worst" else min(load, worst)
-
-
-def owners_of(experts: ExpertsLayout, z: int, y: int, x: int) -> Owners | None:
-    """None where experts are cut, and gathered over z.
-
-    Example:
-        >>> owners_of(("z", "x"), z=4, y=1, x=8)
-        Owners(axes=('z', 'x'), ranks=32, inner=1)
-    """
-    if experts == "cut":
-        return None
-    sizes = {"z": (z, y * x), "x": (x, 1)}
-    axes = tuple(axis for axis in ("z", "x") if axis in experts and sizes[axis][0] > 1)
-    if not axes:
-        return None
-    ranks = 1
-    for axis in axes:
-        ranks *= sizes[axis][0]
-    return Owners(axes, ranks, y * x if axes == ("z",) else y if "z" in axes else 1)
 
 
 class ExpertsTime(NamedTuple):

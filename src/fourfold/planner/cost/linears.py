@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fourfold.planner.cost.collective import Kind
 from fourfold.planner.cost.compute import Kernels
 from fourfold.planner.inputs.cluster import Device, Slowdown
+from fourfold.planner.inputs.experts import Owners
 from fourfold.planner.inputs.layout import Schedule
-
-if TYPE_CHECKING:
-    from fourfold.planner.cost.experts import Owners
 
 Send = Callable[[Kind, str, float], float]  # (kind, axis, payload bytes) -> seconds
 Sharding = Literal["tokens", "features", "whole"]  # over the second axis of an activation

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from fourfold.optim.kinds import PART, Optimizer
 from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows, piece_tokens
-from fourfold.planner.cost.experts import owners_of
 from fourfold.planner.cost.optimizer import (
     ADAMW_STATE_BYTES,
     MUON_STATE_BYTES,
     muon_matrices,
     muon_step_bytes,
 )
+from fourfold.planner.inputs.experts import owners_of
 from fourfold.planner.inputs.layout import ExpertsLayout, Layout
 from fourfold.planner.inputs.workload import Workload
 from fourfold.weights.quantization import BYTES_BETWEEN, UNPACKED_AT_ONCE

@@ -24,11 +24,12 @@ from fourfold.planner.cost.block import Pass, block_passes, ends_pass, together_
 from fourfold.planner.cost.collective import Kind, collective_s
 from fourfold.planner.cost.compute import Kernels, host_copy_s, memory_s
 from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
-from fourfold.planner.cost.experts import OWNED_BYTES, Owners, load_of, owners_of
+from fourfold.planner.cost.experts import OWNED_BYTES
 from fourfold.planner.cost.linears import Given
 from fourfold.planner.cost.memory import Memory, ShardSizes, memory, sent_bytes, shard_of
 from fourfold.planner.cost.optimizer import OptimizerTime, muon_time
 from fourfold.planner.inputs.cluster import Cluster, Device
+from fourfold.planner.inputs.experts import Owners, load_of, owners_of
 from fourfold.planner.inputs.layout import FOURFOLD, ExpertsLayout, Layout, Schedule
 from fourfold.planner.inputs.workload import Workload
 

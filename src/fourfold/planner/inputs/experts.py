@@ -1,8 +1,11 @@
-"""What a plan knows of a mixture of experts, and of latent attention, from a Hugging Face config."""
+"""What a plan knows of a mixture of experts and who owns them, and of latent attention, from a Hugging Face config."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from fourfold.mesh.axes import Axis
+from fourfold.planner.inputs.layout import ExpertsLayout
 
 # Families whose sparse blocks the formulas know.
 SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
@@ -25,6 +28,46 @@ class Experts(NamedTuple):
     def rows(self, tokens: float) -> float:
         """Of the tokens that ranks have: one for each choice."""
         return tokens * self.chosen
+
+
+class Owners(NamedTuple):
+    """The ranks that own experts together."""
+
+    axes: tuple[Axis, ...]
+    ranks: int
+    inner: int  # ranks between neighbours
+
+    @property
+    def link(self) -> Axis:
+        """The axis that their all-to-all counts for."""
+        return "z" if "z" in self.axes else "x"
+
+
+def load_of(e: Experts, owners: Owners | None, load: float | Literal["worst"]) -> float:
+    """Rows of the fullest rank, as a multiple of the mean; "worst": each token sends it as many choices as it has experts for."""
+    if owners is None:
+        return 1.0
+    worst = owners.ranks * min(e.chosen, e.number // owners.ranks) / e.chosen
+    return worst if load == "worst" else min(load, worst)
+
+
+def owners_of(experts: ExpertsLayout, z: int, y: int, x: int) -> Owners | None:
+    """None where experts are cut, and gathered over z.
+
+    Example:
+        >>> owners_of(("z", "x"), z=4, y=1, x=8)
+        Owners(axes=('z', 'x'), ranks=32, inner=1)
+    """
+    if experts == "cut":
+        return None
+    sizes = {"z": (z, y * x), "x": (x, 1)}
+    axes = tuple(axis for axis in ("z", "x") if axis in experts and sizes[axis][0] > 1)
+    if not axes:
+        return None
+    ranks = 1
+    for axis in axes:
+        ranks *= sizes[axis][0]
+    return Owners(axes, ranks, y * x if axes == ("z",) else y if "z" in axes else 1)
 
 
 class Latent(NamedTuple):
