@@ -114,10 +114,10 @@ def _shifted_again(whole: Tensor, grid: Grid) -> Tensor:
     return torch.nn.functional.pad(before, (0, 1), value=-100)[:, 1:]
 
 
-def _own_part(work: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _own_part(work: Any, sums: Tensor, features: tuple[int, int]) -> tuple[Tensor, ...]:
     ranks = work.collectives.size("sequence")
     place = work.mask.sequences.grid.coordinate("sequence")
-    return tuple(chunks.by_rank(t, ranks, 2)[place] for t in (keys, values))  # type: ignore[return-value]
+    return chunks.by_rank(sums, ranks, 2)[place].split(features, dim=-1)
 
 
 # -- one family on one grid -------------------------------------------------------------------------------------------

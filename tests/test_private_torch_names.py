@@ -108,6 +108,10 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str]] = {
     "_scaled_dot_product_efficient_attention": (lambda: dir(torch.ops.aten), "attention that is kept"),
     "_scaled_dot_product_cudnn_attention": (lambda: dir(torch.ops.aten), "attention that is kept"),
     "_varlen_attn": (lambda: dir(torch.nn.attention.varlen), "attention that is kept"),
+    "_varlen_attn_backward": (
+        lambda: dir(torch.nn.attention.varlen),
+        "attention of cut sequences in backward, without a second forward",
+    ),
     "_sequence_nr": (lambda: dir(grad_fn()), "the forward operation of a node of backward"),
     "_spec": (lambda: dir(torch.distributed.tensor.DTensor), "a DTensor's mesh and placements"),
     "_step_supports_amp_scaling": (lambda: dir(fused_adamw()), "an optimizer that unscales gradients itself"),

@@ -21,6 +21,7 @@ from fourfold.mesh.collectives import Pending
 from fourfold.mesh.grid import Grid
 from fourfold.mesh.offloading import Copy, CudaCopies, HostMemory, _Input
 from fourfold.parallel import parallelize
+from fourfold.parallel.context import documents, prefix
 from fourfold.parallel.loss.cross_entropy import count_labels
 from fourfold.parallel.options import Options
 from tests.fake_cuda.sanitizer import Sanitizer
@@ -67,14 +68,19 @@ WAYS: dict[str, tuple[Shape, dict[str, Any]]] = {
             "activation_offloading": True,
         },
     ),
+    "fsdp2, shared sequences": (
+        (1, 4, 1, 2),
+        {"weights": "fsdp2", "activation_checkpointing": "selective", "sequence_ranks": 2},
+    ),
 }
 
 
 @contextmanager
-def fake_grid(shape: Shape) -> Iterator[Grid]:
+def fake_grid(shape: Shape, sequence_ranks: int = 1) -> Iterator[Grid]:
     dist.init_process_group("fake", rank=0, world_size=math.prod(shape), store=FakeStore())
     try:
-        grid = Grid.from_mesh(init_device_mesh("cuda", shape, mesh_dim_names=AXES), DEVICE)
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=AXES)
+        grid = Grid.from_mesh(mesh, DEVICE, sequence_ranks=sequence_ranks)
         grid.collectives._on_gloo = False  # the branches for NCCL
         yield grid
     finally:
@@ -88,6 +94,8 @@ def steps(
     """Two steps of two micro-batches; how many kernels, and what the sanitizer found."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     sanitizer = Sanitizer()
+    share = options.get("sequence_ranks", 1)
+    options = {name: value for name, value in options.items() if name != "sequence_ranks"}
     shard = parallelize.shard_weights
 
     def shard_fake(*arguments: Any, **more: Any) -> Any:
@@ -98,17 +106,22 @@ def steps(
         model = construct("llama")
     # transformers reads values of positions, which a fake tensor does not have.
     found = replaced(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-    with fake_grid(shape) as grid, found:
+    # Read once in a forward of shared sequences, before its first layer.
+    sizes = replaced(documents, "sizes_of", documents.one_document)
+    with fake_grid(shape, share) as grid, found, sizes:
         with replaced(parallelize, "shard_weights", shard_fake):
             parallelize.arrange(model, grid, Options(precision="bf16", **options))
         with mode:
             model.to_empty(device=DEVICE)
             optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-3, fused=True)
             ids = torch.zeros(8, 32, dtype=torch.int64, device=DEVICE)
+            inputs = {"input_ids": ids, "labels": ids}
+            if share > 1:
+                inputs = ff.cut_sequences(ids, grid, labels=ids)
             try:
                 with sanitizer, sanitizer.collectives():
                     for _ in range(2):
-                        _step(model, optimizer, ids, grid, after_backward)
+                        _step(model, optimizer, inputs, grid, after_backward)
             except Exception as error:
                 sanitizer.found.append(f"{type(error).__name__}: {str(error)[:300]}")
     return sanitizer.kernels, sorted(set(sanitizer.found))
@@ -117,16 +130,16 @@ def steps(
 def _step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    ids: Tensor,
+    inputs: dict[str, Tensor],
     grid: Grid,
     after_backward: Callable[[Tensor], Any],
 ) -> None:
-    labels = count_labels(ids, grid, shift=True)
-    first, last = ids.chunk(2)
-    model(input_ids=first, labels=first)  # without a backward
+    labels = count_labels(inputs["labels"], grid, shift=grid.sequence_ranks == 1)
+    first, last = ({name: tensor.chunk(2)[i] for name, tensor in inputs.items()} for i in range(2))
+    model(**first)  # without a backward
     with ff.no_sync(model):
-        model(input_ids=first, labels=first, num_items_in_batch=labels).loss.backward()
-    loss = model(input_ids=last, labels=last, num_items_in_batch=labels).loss
+        model(**first, num_items_in_batch=labels).loss.backward()
+    loss = model(**last, num_items_in_batch=labels).loss
     loss.backward()
     after_backward(loss)
     ff.clip_grad_norm_(model.parameters(), 1.0, grid)
@@ -165,6 +178,18 @@ def _without_wait(copy: Copy, result: Any, wait: Any) -> None:
     copy.result, copy.wait = result, lambda: None
 
 
+def _bounds_in_each_layer() -> tuple[int, list[str]]:
+    attend = prefix.attend
+
+    def reading(query: Tensor, keys: Tensor, values: Tensor, bounds: Any, *more: Any) -> Any:
+        return attend(
+            query, keys, values, bounds._replace(longest_keys=int(bounds.of_keys.diff().max())), *more
+        )
+
+    with replaced(prefix, "attend", reading):
+        return steps(*WAYS["fsdp2, shared sequences"])
+
+
 FAULTS: dict[str, Callable[[], tuple[int, list[str]]]] = {
     "no wait": without_waiting,
     "no record_stream": without_recording,
@@ -178,6 +203,7 @@ FAULTS: dict[str, Callable[[], tuple[int, list[str]]]] = {
         HostMemory, "take", lambda memory, like: torch.empty_like(like, device="cpu")
     ),
     "the loss is read": lambda: steps(*WAYS["fsdp2"], after_backward=Tensor.item),
+    "bounds are read in each layer": _bounds_in_each_layer,
     "the loss is copied": lambda: steps(*WAYS["fsdp2"], after_backward=Tensor.cpu),
     "the stream is waited for": lambda: steps(
         *WAYS["fsdp2"], after_backward=lambda loss: torch.accelerator.current_stream().synchronize()

@@ -49,6 +49,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     "way",
     [
         "fsdp2, replicas, sharded gradients, offloaded",
+        "fsdp2, shared sequences",
         pytest.param("fsdp2", marks=nightly),
         pytest.param("fsdp2, replicas", marks=nightly),
         pytest.param("fsdp2, sequence-parallel", marks=nightly),
@@ -75,6 +76,7 @@ def test_planted_faults_are_found(found: Found) -> None:
         "offloaded, no record_stream": "is freed while aten::copy_",
         "offloaded, from pageable memory": "the host waits for a copy",
         "the loss is read": "DataDependentOutputException",
+        "bounds are read in each layer": "DataDependentOutputException",
         "the loss is copied": "the host waits for a copy",
         "the stream is waited for": "the host waits for a stream",
     }

@@ -70,14 +70,17 @@ class Grid:
         return grid
 
     @staticmethod
-    def from_mesh(mesh: DeviceMesh, device: torch.device, *, target: str | None = None) -> Grid:
+    def from_mesh(
+        mesh: DeviceMesh, device: torch.device, *, target: str | None = None, sequence_ranks: int = 1
+    ) -> Grid:
         """A grid over an existing mesh with the axes (data, z, y, x)."""
         if mesh.mesh_dim_names != AXES:
             raise ValueError(
                 f"a grid needs a mesh with the axes {AXES}, this one has {mesh.mesh_dim_names}; "
                 "pass mesh_dim_names=fourfold.mesh.axes.AXES to init_device_mesh, or use Grid.create"
             )
-        return _over(mesh, device, target or device.type, 1)
+        _check_sequence_ranks((mesh.shape[0], mesh.shape[1], mesh.shape[2], mesh.shape[3]), sequence_ranks)
+        return _over(mesh, device, target or device.type, sequence_ranks)
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of the collectives of every axis, from now on."""

@@ -54,13 +54,18 @@ def block_results() -> BlockResults | None:
 
 def computed_once(device: torch.device, compute: Callable[[], Tensor]) -> Tensor:
     """What ``compute`` returns. In a block that runs again, what it has returned before, where that is kept or only its shape is needed."""
+    return all_computed_once(device, lambda: [compute()])[0]
+
+
+def all_computed_once(device: torch.device, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """The same of several results."""
     results = block_results()
     if results is None:
         return compute()
     if (known := results.known(device)) is not None:
-        return known[0]
+        return known
     made = compute()
-    results.keep([made])
+    results.keep(made)
     return made
 
 
