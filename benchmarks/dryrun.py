@@ -92,9 +92,11 @@ def real_step(
     precision: Any,
     activations: Any,
     float8: Any = "none",
+    sequence_ranks: int = 1,
+    checkpointing: Any = "none",
 ) -> tuple[list[Words], int]:
     """A step's collectives, and the most memory that tensors took in it; every rank runs this."""
-    grid = Grid.create(shape, timeout_s=60)
+    grid = Grid.create(shape, sequence_ranks=sequence_ranks, timeout_s=60)
     with torch.device("meta"):
         model = LlamaForCausalLM(small_config())
     ff.parallelize(
@@ -105,20 +107,24 @@ def real_step(
         activations=activations,
         overlap=overlap,
         float8=float8,
+        activation_checkpointing=checkpointing,
     )
     optimizer = ff.sharded_optimizer(torch.optim.AdamW)(model.parameters(), lr=1e-4, foreach=False)
     rows = grid.local_rows(SEQUENCES)
     ids = torch.zeros(rows.stop - rows.start, LENGTH, dtype=torch.int64)
+    inputs = (
+        ff.cut_sequences(ids, grid, labels=ids) if sequence_ranks > 1 else {"input_ids": ids, "labels": ids}
+    )
 
     def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(**inputs).loss.backward()
         ff.clip_grad_norm_(model.parameters(), 1.0, grid)
         optimizer.step()
         optimizer.zero_grad()
 
     for _ in range(2):
         step()
-    before = live_bytes(model, optimizer, ids)
+    before = live_bytes(model, optimizer, *inputs.values())
     peaks = []
     for _ in range(STEPS):
         with (
@@ -131,9 +137,9 @@ def real_step(
     return [words_of(flight) for flight in flights], min(peaks)
 
 
-def live_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> int:
+def live_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *inputs: torch.Tensor) -> int:
     """Bytes of all tensors that stay from step to step."""
-    tensors = [*model.parameters(), *model.buffers(), ids]
+    tensors = [*model.parameters(), *model.buffers(), *inputs]
     tensors += [
         v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)
     ]
@@ -164,6 +170,8 @@ def compare(
     activations: Any = "replicated",
     keep_inputs: bool = True,
     float8: Any = "none",
+    sequence_ranks: int = 1,
+    checkpointing: Any = "none",
 ) -> tuple[bool, float]:
     """(are the collectives the same, by how much the predicted peak is off), on rank 0."""
     in_turns, in_one_piece = (ff.Overlap(interleave=i, keep_inputs=keep_inputs) for i in (True, False))
@@ -180,15 +188,20 @@ def compare(
             overlap=overlap,
             float8=float8,
             target="cpu",
+            sequence_ranks=sequence_ranks,
+            activation_checkpointing=checkpointing,
         )
 
     def real(overlap: ff.Overlap) -> list[tuple[list[Words], int]]:
-        return pool.run(real_step, math.prod(shape), shape, weights, overlap, precision, activations, float8)
+        given = (shape, weights, overlap, precision, activations, float8, sequence_ranks, checkpointing)
+        return pool.run(real_step, math.prod(shape), *given)
 
     # Memory of a batch in one piece: the profiler does not see the threads of an interleaved one.
     ran, foreseen = real(in_one_piece), dry(in_one_piece)
     # Gloo's threads let go of a tensor some time after it was sent, by chance: of steps and ranks that do the same, the least.
-    off = foreseen.peak.bytes / min(held for _, held in ran) - 1
+    # Of ranks that share sequences the first has the last chunk, which needs all keys.
+    alike = ran if sequence_ranks == 1 else ran[:1]
+    off = foreseen.peak.bytes / min(held for _, held in alike) - 1
     if weights == "streamed":  # FSDP2 takes a batch in one piece in any case
         ran, foreseen = real(in_turns), dry(in_turns)
     sent, predicted = ran[0][0], [words_of(start) for start in foreseen.collectives]

@@ -55,31 +55,3 @@ def test_axes_that_own_experts(tmp_path, capsys):
     assert re.search(r"zx\W+all_to_all\W+dispatch", shown)
     assert main(["dryrun", str(config), "--grid", "1,2,1,1", *batch, "--experts", "y"]) != 0
     assert "use ('z',), ('x',) or ('z', 'x')" in capsys.readouterr().err
-
-
-SHARED = """
-[model]
-config = "config.json"
-
-[data]
-sources = [{path = "text"}]
-
-[grid]
-z = 2
-
-[batch]
-sequence_ranks = 2
-
-[engine]
-activation_checkpointing = "full"
-"""
-
-
-@pytest.mark.parametrize(
-    "words", [["plan", "--cluster", "dgx-h100"], ["dryrun"], ["bench"]], ids=lambda words: words[0]
-)
-def test_a_command_that_does_not_know_shared_sequences_says_so(words, tmp_path, capsys):
-    file = tmp_path / "run.toml"
-    file.write_text(SHARED)
-    assert main([words[0], str(file), *words[1:]]) != 0
-    assert "batch.sequence_ranks=2 is not known to" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from fourfold.config.schema import EngineSection, RunConfig
+from fourfold.config.schema import EngineSection
 
 
 def positive(text: str, least: int = 1) -> int:
@@ -75,14 +75,6 @@ def add_engine(parser: argparse.ArgumentParser, *names: str, unless: str = "") -
 def _words_or_axes(words: Sequence[str], text: str) -> str | list[str]:
     """One of the words, or axes separated by commas."""
     return text if text in words else text.split(",")
-
-
-def check_not_shared(run: RunConfig, command: str) -> None:
-    """Reject a run config whose ranks share sequences, for a command that does not know what that costs."""
-    if run.sequence_ranks > 1:
-        raise ValueError(
-            f"batch.sequence_ranks={run.batch.sequence_ranks} is not known to {command} yet; --set batch.sequence_ranks=1, or train without"
-        )
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_changes, add_file, add_ranks, check_not_shared
+from fourfold.cli.arguments import add_changes, add_file, add_ranks
 from fourfold.processes import is_rank, stop_with_agent
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ def run(options: argparse.Namespace) -> int:
     if options.minutes <= 0:
         raise ValueError(f"--minutes {options.minutes:g} leaves no time to measure; use more than 0")
     config = load_run(options.file, options.set)
-    check_not_shared(config, "bench, whose page has a prediction,")
     if is_rank():
         stop_with_agent()
         return _bench(config, options)

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_changes, add_engine, check_not_shared, expert_load, positive
+from fourfold.cli.arguments import add_changes, add_engine, expert_load, positive
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import EngineSection
 
@@ -46,6 +46,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--seq-len", type=positive, help=f"tokens per sequence ({given})")
     parser.add_argument(
         "--micro-batches", type=positive, help=f"number of micro-batches per step ({given}, or 1)"
+    )
+    parser.add_argument(
+        "--sequence-ranks",
+        type=positive,
+        metavar="C",
+        help=f"neighbours along z that share sequences ({given}, or 1)",
     )
     for name, field in EngineSection.model_fields.items():
         add_engine(parser, name, unless=f"the run config's, or {field.default}")
@@ -97,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     from fourfold.untrusted_input import find_model_config
     from fourfold.weights.overlap import Overlap
 
-    values: dict[str, Any] = {"micro_batches": 1}
+    values: dict[str, Any] = {"micro_batches": 1, "sequence_ranks": 1}
     config, engine, where = None, EngineSection(), options.model
     if options.model.endswith(".toml"):
         config = _with_layout(load_run(options.model, options.set), options)
@@ -106,23 +112,24 @@ def run(options: argparse.Namespace) -> int:
             "grid": config.shape,
             "global_batch_size": config.sequences,
             "seq_len": config.data.sequence_length,
+            "sequence_ranks": config.sequence_ranks,
         }
-        check_not_shared(config, "a dry run")
     elif options.set or options.gpus:
         raise ValueError(
             "--set and --gpus are for a run config; give --grid DATA,Z,Y,X and the other options"
         )
+    sizes = ("grid", "global_batch_size", "seq_len")
     values |= {
         name: given
-        for name in ("grid", "global_batch_size", "seq_len", "micro_batches", *EngineSection.model_fields)
+        for name in (*sizes, "micro_batches", "sequence_ranks", *EngineSection.model_fields)
         if (given := getattr(options, name)) is not None
     }
-    missing = [name for name in ("grid", "global_batch_size", "seq_len") if name not in values]
+    missing = [name for name in sizes if name not in values]
     if missing:
         words = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise ValueError(f"a dry run of a model needs {words} as well; a run config has them")
     if config is not None and options.micro_batches is None:
-        rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1])
+        rows = _rows(values)
         values["micro_batches"] = max(1, rows // (config.batch.micro_batch_sequences or rows or 1))
     adapters = adapters_of(config.lora) if config is not None else None
     if options.lora:
@@ -140,6 +147,7 @@ def run(options: argparse.Namespace) -> int:
         sequences=values["global_batch_size"],
         length=values["seq_len"],
         micro_batches=values["micro_batches"],
+        sequence_ranks=values["sequence_ranks"],
         precision=chosen["precision"],
         activations=chosen["activations"],
         activation_checkpointing=chosen["activation_checkpointing"],
@@ -159,10 +167,11 @@ def run(options: argparse.Namespace) -> int:
         expert_load=options.expert_load,
     )
     # Decisions and options without effect; the report with roles includes them.
-    rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1])
+    share = values["sequence_ranks"]
     print(
         f"{values['global_batch_size']} x {values['seq_len']} tokens per step; {values['micro_batches']} micro-batches of "
-        f"{rows // values['micro_batches']} sequences on each rank"
+        f"{_rows(values) // values['micro_batches']} sequences on each rank"
+        + (f", which {share} ranks share" if share > 1 else "")
     )
     print(result.report if options.roles else "\n".join(result.report.notes))
     print(result)
@@ -180,6 +189,12 @@ def run(options: argparse.Namespace) -> int:
             )
         )
     return 0
+
+
+def _rows(values: dict[str, Any]) -> int:
+    """Sequences that a rank has a part of."""
+    data, z, *_ = values["grid"]
+    return int(values["global_batch_size"] * values["sequence_ranks"] // (data * z))
 
 
 def _with_layout(config: RunConfig, options: argparse.Namespace) -> RunConfig:
@@ -218,7 +233,7 @@ def _that_fit(
     gib = options.memory
     if gib is None and config is not None and config.grid.cluster is not None:
         gib = clusters.load(config.grid.cluster).device.memory_gib
-    rows = values["global_batch_size"] // (values["grid"][0] * values["grid"][1] * values["micro_batches"])
+    rows = _rows(values) // values["micro_batches"]
     return fields_that_fit(
         find_model_config(model),
         values["grid"],
@@ -229,6 +244,7 @@ def _that_fit(
         options.target,
         0 if adapters is None else adapters.rank,
         "none" if adapters is None else adapters.quantization,
+        values["sequence_ranks"],
     )
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fourfold.cli.arguments import add_changes, add_engine, check_not_shared, expert_load, positive
+from fourfold.cli.arguments import add_changes, add_engine, expert_load, positive
 from fourfold.config.describe import SIZES, sized_model_config
 from fourfold.config.run_file import load_run
 from fourfold.config.schema import BY_MEMORY, CHOSEN_ALONG, EngineSection
@@ -106,6 +106,13 @@ def add_to(commands: Any) -> None:
         default=1.0,
         metavar="LOAD",
         help="rows of the rank with most, where ranks own experts, as a multiple of the mean, or worst: all that routers can send to one (default: 1.0)",
+    )
+    parser.add_argument(
+        "--sequence-ranks",
+        type=_ranks_or_auto,
+        metavar="C",
+        help="neighbours along z that share sequences; auto: where that lets the batch divide, or makes micro-batches smaller (default: the run "
+        "config's, or 1)",
     )
     parser.add_argument("--rows", type=positive, default=10, help="number of layouts to show (default: 10)")
     parser.add_argument(
@@ -245,7 +252,6 @@ class _Asked:
         run = None
         if options.model is not None and options.model.endswith(".toml"):
             run = load_run(options.model, options.set)
-            check_not_shared(run, "a plan")
         elif options.set:
             raise ValueError("--set changes a run config; give one instead of a model, or leave it out")
         planned = _without_layout(run, options.set) if run else None
@@ -275,6 +281,8 @@ class _Asked:
         if options.experts is not None:
             of_all = options.experts
             own["experts"] = (tuple(of_all) if isinstance(of_all, list) else of_all,)
+        if options.sequence_ranks:
+            own["sequence_ranks"] = options.sequence_ranks
         if options.keep_inputs is not None:
             own["keep_inputs"] = (options.keep_inputs,)
         wanted = {"precision": None, **found, **own, "sequences": sequences, "length": length}
@@ -376,6 +384,8 @@ def _write(
     fields["engine"] = {
         name: value for name, value in fields["engine"].items() if _changes(run, best, name, value)
     }
+    if best.sequence_ranks == run.batch.sequence_ranks:
+        del fields["batch"]["sequence_ranks"]
     file.write_text(with_fields(file.read_text(), fields))
     others = [
         f", {name} = {str(fields['engine'][name]).lower()}" for name in asked_for if name in fields["engine"]
@@ -389,6 +399,10 @@ def _changes(run: RunConfig, layout: Layout, name: str, value: Any) -> bool:
     if name == "weights":
         return False  # the planner takes the run config's, and "auto" is what it assumes
     return bool(getattr(run.engine, name) != value)
+
+
+def _ranks_or_auto(text: str) -> int | str:
+    return text if text == "auto" else positive(text)
 
 
 def _billions(workload: Workload) -> str:

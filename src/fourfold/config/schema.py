@@ -487,16 +487,15 @@ class RunConfig(Section):
             return self
         named = f"batch.sequence_ranks={share!r}"
         for is_given, what, way_out in (
-            (self.grid.auto, "a grid that is chosen", "set grid.data, grid.z, grid.y or grid.x"),
+            (
+                self.grid.auto and self.grid.cluster is None,
+                "a grid that is chosen without a cluster",
+                "set grid.cluster, grid.data, grid.z, grid.y or grid.x",
+            ),
             (
                 self.reliability.torchft_lighthouse is not None,
                 "reliability.torchft_lighthouse",
                 "leave one of the two out",
-            ),
-            (
-                self.engine.activation_checkpointing == "auto",
-                "engine.activation_checkpointing='auto', whose formulas of memory do not know it,",
-                "use 'full', 'selective' or 'none'",
             ),
             (
                 self.experts.reads_routers,
@@ -507,7 +506,7 @@ class RunConfig(Section):
         ):
             if is_given:
                 raise ValueError(f"{named} with {what} is not supported; {way_out}")
-        if share != "auto" and self.grid.z % share:
+        if share != "auto" and not self.grid.auto and self.grid.z % share:
             fit = ", ".join(map(str, divisors(self.grid.z)))
             raise ValueError(f"{named} does not divide grid.z={self.grid.z}; use one of {fit}")
         length, chunks = self.data.sequence_length, 2 * self.sequence_ranks

@@ -1,7 +1,12 @@
-"""What stands for FlexAttention in a dry run, whose tensors are on the CPU, where it has no kernel: stock attention, with as much memory and work."""
+"""Attention in a dry run. FlexAttention has no kernel on the CPU, where its tensors are: stock attention, with as much memory and work.
+
+And of cut sequences what a device would be asked for: how many documents there are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +14,18 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from fourfold.dry_run.recorder import replaced
+from fourfold.parallel.context import documents
+
 FLEX_STAND_IN = "fourfold_flex_stand_in"
+
+
+@contextmanager
+def whole_documents() -> Iterator[None]:
+    """Inside, each row of cut sequences is one document."""
+    sizes = replaced(documents, "sizes_of", documents.one_document)
+    with sizes, replaced(documents, "tokens_before", documents.all_before):
+        yield
 
 
 def attend(

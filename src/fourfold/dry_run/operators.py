@@ -31,6 +31,8 @@ _GROUPED_FALLBACK = {
 }
 _ATTENTION_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Variable-length attention: matmuls, and the arguments that are the queries and the longest piece of them.
+_VARLEN = {"torch_attn::_varlen_attn": (2, 0, 5), "torch_attn::_varlen_attn_backward": (5, 1, 8)}
 _LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
 _NOTHING = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.empty, aten.empty_strided}
 
@@ -63,6 +65,12 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Done:
         work, flops = "attention", float(sdpa_flop_count(*(t.shape for t in inputs[:3])))
     elif packet is _ATTENTION_ON_CPU_BACKWARD:
         work, flops = "attention", float(sdpa_backward_flop_count(*(t.shape for t in inputs[:4])))
+    elif packet._qualified_op_name in _VARLEN:
+        products, of_query, of_longest = _VARLEN[packet._qualified_op_name]
+        tokens, heads, features = args[of_query].shape
+        queries, keys = args[of_longest : of_longest + 2]
+        # Each row is one document. Twice what a causal mask leaves of the last queries, as stock attention counts the whole square.
+        work, flops = "attention", 2.0 * products * tokens * (2 * keys - queries) * heads * features
     elif packet in flop_registry:
         work, flops = "attention", float(flop_registry[packet](*args, **kwargs, out_val=out))
     return Done(work, flops, _moved_bytes(func, args, kwargs, outputs), shape)

@@ -25,7 +25,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fourfold import untrusted_input as outside
-from fourfold.dry_run.attention import FLEX_STAND_IN
+from fourfold.dry_run.attention import FLEX_STAND_IN, whole_documents
 from fourfold.dry_run.blocks import Growth, NotPeriodic, Repeated, expand, find_repeated, shallow_copy
 from fourfold.dry_run.copies import RecordedCopies
 from fourfold.dry_run.events import Operation, Peak, Start, Trace
@@ -34,7 +34,7 @@ from fourfold.dry_run.loss_chunks import repeated_chunks
 from fourfold.dry_run.micro_batches import TRACED, with_repeated
 from fourfold.dry_run.recorder import Recorder, replaced
 from fourfold.dry_run.show import show
-from fourfold.errors import line_of_model
+from fourfold.errors import UnsupportedError, line_of_model
 from fourfold.hf.anatomy import find_blocks
 from fourfold.hf.init_recorder import restore_buffers
 from fourfold.hf.packed_attention import FLEX, NAME, Attention, set_attention, use_packed_attention
@@ -47,6 +47,7 @@ from fourfold.optim.kinds import Optimizer
 from fourfold.optim.muon import ShardedMuon, split_matrices
 from fourfold.optim.sharded_optimizer import sharded_optimizer
 from fourfold.parallel.checkpointing import ActivationCheckpointing, by_blocks
+from fourfold.parallel.context.chunks import cut_sequences
 from fourfold.parallel.loss.cross_entropy import count_labels
 from fourfold.parallel.options import Options
 from fourfold.parallel.parallelize import arrange
@@ -103,6 +104,7 @@ def dryrun(
     trace_all: bool = False,
     precision: Precision = "bf16",
     expert_load: ExpertLoad = 1.0,
+    sequence_ranks: int = 1,
     **options_of_parallelize: Any,
 ) -> DryRun:
     """A training step of one rank of a grid, on no device: forward, backward, clipping, AdamW or Muon.
@@ -110,7 +112,8 @@ def dryrun(
     ``model`` is built on ``meta``, or a Hugging Face configuration or its dict, or the path of its ``config.json``. ``sequences``
     of ``length`` tokens are the global batch, which each rank takes in ``micro_batches`` parts. Decisions are made for
     ``target`` devices. ``attention`` is that of packed documents, as in a run config; None: rows are not packed. Where ranks own experts, ``expert_load``
-    is how many rows the rank has, as a multiple of the mean; "worst": all that routers can send to it. The other options are those of `parallelize`. Of what is alike only a few are traced, unless ``trace_all``: blocks,
+    is how many rows the rank has, as a multiple of the mean; "worst": all that routers can send to it. ``sequence_ranks`` neighbours along z share
+    sequences, each of them one document. The other options are those of `parallelize`. Of what is alike only a few are traced, unless ``trace_all``: blocks,
     micro-batches, chunks of the loss. Raises what the real start would raise.
 
     Example:
@@ -121,14 +124,19 @@ def dryrun(
     module = as_module(model)
     options = Options(precision=precision, **options_of_parallelize)
     note = ""
-    if attention is not None:
+    if sequence_ranks > 1 and attention not in (None, "auto"):
+        raise UnsupportedError(
+            f"attention={attention!r} with sequence_ranks={sequence_ranks} is not supported; use 'auto'"
+        )
+    if attention is not None and sequence_ranks == 1:  # otherwise `parallelize` sets it
         note = use_packed_attention(module, attention, target, precision, is_compiled=bool(options.compile))
     used = module.config._attn_implementation if note else None  # type: ignore[union-attr]
     is_masked = bool(note) and used not in (NAME, FLEX)
     if note and not is_masked:
         # Without documents, which a dry run does not know, it is stock attention.
         set_attention(module, "sdpa" if used == NAME else FLEX_STAND_IN)
-    with fake_grid(shape, rank=rank, target=target) as grid, experts_without_values(expert_load):
+    world = fake_grid(shape, rank=rank, target=target, sequence_ranks=sequence_ranks)
+    with world as grid, experts_without_values(expert_load):
         rows = grid.local_rows(sequences)
         own = rows.stop - rows.start
         if own % micro_batches:
@@ -219,7 +227,9 @@ def _expanded(
 
 
 @contextmanager
-def fake_grid(shape: tuple[int, int, int, int], *, rank: int = 0, target: str = "cuda") -> Iterator[Grid]:
+def fake_grid(
+    shape: tuple[int, int, int, int], *, rank: int = 0, target: str = "cuda", sequence_ranks: int = 1
+) -> Iterator[Grid]:
     """The grid as ``rank`` sees it, decisions made for ``target`` devices; its tensors are on the CPU.
 
     The `fake` backend completes every collective at once and sends nothing.
@@ -235,7 +245,7 @@ def fake_grid(shape: tuple[int, int, int, int], *, rank: int = 0, target: str = 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
-        yield Grid.from_mesh(mesh, torch.device("cpu"), target=target)
+        yield Grid.from_mesh(mesh, torch.device("cpu"), target=target, sequence_ranks=sequence_ranks)
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
@@ -273,13 +283,13 @@ class _Step:
         # Chunks of two half-batches are interleaved: they are not one after another.
         traces_chunks = self.trace_all or self.report.interleaved
         chunks = nullcontext() if traces_chunks else repeated_chunks(self.recorder)
-        with FakeTensorMode(allow_non_fake_inputs=True), found, chunks:
+        with FakeTensorMode(allow_non_fake_inputs=True), found, chunks, whole_documents():
             model.to_empty(device=grid.device)
             with self.recorder.recording():
                 for tensor in (*model.parameters(), *model.buffers()):
                     self.recorder.label(tensor, "parameters")
                 self.optimizer = self._make_optimizer()
-                self.ids = torch.zeros(rows, length, dtype=torch.int64)
+                self.inputs = self._batch(rows, length)
             if isinstance(backend_of(model), Fsdp2Weights):
                 self._warm_up()
             else:
@@ -290,12 +300,16 @@ class _Step:
             self._run(self.left_out)
             return self.recorder.trace()
 
+    def _batch(self, rows: int, length: int) -> dict[str, Tensor]:
+        ids = torch.zeros(rows, length, dtype=torch.int64)
+        is_cut = self.grid.sequence_ranks > 1
+        return cut_sequences(ids, self.grid, labels=ids) if is_cut else {"input_ids": ids, "labels": ids}
+
     def _warm_up(self) -> None:
         """What a first step finds and allocates: linears that share an input, FSDP2's buffers, the state of the optimizer."""
         with self.recorder.recording():
             with evaluating(self.model):
-                short = self.ids[:1, : self.grid.x * self.grid.y * 8]
-                self.model(input_ids=short, labels=short)
+                self.model(**self._batch(1, self.grid.x * self.grid.y * self.grid.sequence_ranks * 8))
             for parameter in self._trained():
                 parameter.grad = parameter.detach()
             self.recorder.phase = "optimizer"
@@ -321,14 +335,17 @@ class _Step:
     def _run(self, left_out: int) -> None:
         with self.recorder.recording():
             self.recorder.phase = "forward"
-            *first, last = self.ids.chunk(self.micro_batches)[left_out:]
-            # One mean over all of them; a single one counts for itself.
-            is_one = self.micro_batches == 1
-            items = {} if is_one else {"num_items_in_batch": count_labels(self.ids, self.grid, shift=True)}
+            parts = zip(*(tensor.chunk(self.micro_batches) for tensor in self.inputs.values()), strict=True)
+            *first, last = [dict(zip(self.inputs, part, strict=True)) for part in parts][left_out:]
+            # One mean over all of them; a single one counts for itself. Labels of cut sequences are shifted already.
+            items = {}
+            if self.micro_batches > 1:
+                is_whole = self.grid.sequence_ranks == 1
+                items["num_items_in_batch"] = count_labels(self.inputs["labels"], self.grid, shift=is_whole)
             for part in first:
                 with no_sync(self.model):
-                    self._forward_and_backward(part, items)
-            self._forward_and_backward(last, items)
+                    self._forward_and_backward(part | items)
+            self._forward_and_backward(last | items)
             for parameter in self.model.parameters():
                 self.recorder.label(parameter.grad, "gradients")
             self.recorder.phase = "clip"
@@ -337,9 +354,9 @@ class _Step:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def _forward_and_backward(self, ids: Tensor, items: dict[str, Tensor]) -> None:
+    def _forward_and_backward(self, inputs: dict[str, Tensor]) -> None:
         self.recorder.phase = "forward"
-        loss = self.model(input_ids=ids, labels=ids, **items).loss
+        loss = self.model(**inputs).loss
         self.recorder.phase = "backward"
         loss.backward()
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from fourfold.mesh.axes import AXES, Z_AND_X
+from fourfold.mesh.axes import AXES, axis_of_mesh
 from fourfold.optim.kinds import Optimizer
 from fourfold.planner.cost.compute import operation_s
 from fourfold.planner.cost.memory import Memory
@@ -123,6 +123,7 @@ def estimate_in_process(job: Job, layout: Layout) -> DryRunEstimate:
         accumulation=layout.accumulation,
         overlap=Overlap(keep_bytes=layout.keep_bytes, keep_inputs=layout.keep_inputs),
         activation_offloading=layout.activation_offloading,
+        sequence_ranks=layout.sequence_ranks,
         target=job.target,
         optimizer=job.optimizer,
         float8=job.float8,
@@ -211,10 +212,13 @@ _PART_OF_PHASE = {"recompute": "recomputation", "clip": "optimizer", "optimizer"
 _PART_OF_WORK = {"matmul": "matmul", "attention": "attention", "memory": "element-wise"}
 
 
-def _by_axis(seconds: Mapping[Any, float]) -> dict[str, float]:
-    """Of the four axes; what z and x do together counts for z."""
-    both = {"z": seconds.get(Z_AND_X, 0.0)}
-    return {axis: seconds.get(axis, 0.0) + both.get(axis, 0.0) for axis in reversed(AXES)}
+def _by_mesh_axis(seconds: Mapping[Any, float]) -> dict[str, float]:
+    """Keys of shared sequences go over links of z, and so do rows of tokens that go to experts over z and x."""
+    found = dict.fromkeys(reversed(AXES), 0.0)
+    for track, value in seconds.items():
+        if track != "host":
+            found[axis_of_mesh(track)] += value
+    return {str(axis): value for axis, value in found.items()}
 
 
 def as_estimate(dry_run: DryRunEstimate, job: Job, workload: Workload | None, cluster: Cluster) -> Estimate:
@@ -232,8 +236,8 @@ def as_estimate(dry_run: DryRunEstimate, job: Job, workload: Workload | None, cl
         layout,
         step.step_s,
         compute_s,
-        _by_axis(step.link_s),
-        _by_axis(step.exposed_s),
+        _by_mesh_axis(step.link_s),
+        _by_mesh_axis(step.exposed_s),
         Memory(*held_bytes, f"{event.phase} of {event.module or 'the model'}"),  # type: ignore[call-arg]
         tokens / step.step_s,
         *utilisation(workload, layout, cluster.device, tokens, job.length, step.step_s),

@@ -66,6 +66,7 @@ def plan(
     quantization: Quantization = "none",
     experts: tuple[ExpertsLayout, ...] = EXPERTS,
     expert_load: float | Literal["worst"] = 1.0,
+    sequence_ranks: int | Literal["auto"] = 1,
     roles: Mapping[str, str] | None = None,
     dry_runs: int = 100,
     quiet: bool = False,
@@ -84,6 +85,8 @@ def plan(
     of packed documents, as in a run config. With a ``lora_rank`` adapters of all linears but the head are trained, and the weights frozen,
     with a ``quantization`` of those in blocks. ``experts`` of a mixture are gathered over z, and owned by its ranks, unless one is given;
     ``expert_load`` is how many rows the fullest owner has, as a multiple of the mean, or "worst".
+    with a ``quantization`` of those in blocks. ``sequence_ranks`` neighbours along z share sequences; "auto": where that lets the batch
+    divide, or makes micro-batches smaller.
 
     Any other module that takes ``input_ids``, ``labels`` and ``**kwargs`` of its loss and returns the ``.loss`` of its ``loss_function`` has no formulas:
     every grid of it that divides is dry-run, at most ``dry_runs`` layouts, with ``roles`` as `parallelize` takes them and the
@@ -114,6 +117,8 @@ def plan(
         _ = machines.device.best_float8_tflops  # refuses devices without one
         if workload is not None:
             check_float8(workload)
+    if sequence_ranks != 1:
+        _check_shared(workload, machines.target, work, offloads=offloads, float8=float8, asked=sequence_ranks)
     workload = workload and workload.attended(attention, machines.target, work).adapted(
         lora_rank, quantization
     )
@@ -190,6 +195,7 @@ def plan(
             accumulation=accumulation,
             activation_offloading=offloads,
             experts=experts,
+            sequence_ranks=sequence_ranks,
             reserve=reserve,
         )
         if workload.experts is not None:
@@ -223,6 +229,8 @@ def plan(
         state = "compiled" if compile else "not compiled"
         others = ", but where ranks own experts" if compile and workload and workload.experts else ""
         notes.append(f"Blocks are {state} (engine.compile){others}.")
+        if compile and any(e.layout.sequence_ranks > 1 for e in found.ranked):
+            notes.append("Blocks of shared sequences are not compiled.")
     if float8 != "none":
         notes.append(
             f"Linears of blocks compute in float8 ({float8}); MFU and HFU are parts of the peak in bf16."
@@ -290,6 +298,34 @@ def fitting_load(prices: Prices, layout: Layout, sequences: int, limit_bytes: fl
         middle = (low + high) / 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _check_shared(
+    workload: Workload | None,
+    target: str,
+    precision: str,
+    *,
+    offloads: bool,
+    float8: str,
+    asked: int | str,
+) -> None:
+    """Reject what the formulas of shared sequences, or the engine, do not know."""
+    for is_given, what, way_out in (
+        (workload is None, "a module without formulas", "follow it with ff.dryrun"),
+        (
+            target != "cuda" or precision != "bf16",
+            f"{precision} on {target}",
+            "use bf16 on GPUs, where attention has a kernel",
+        ),
+        (offloads, "activation_offloading", "leave one of the two out"),
+        (float8 != "none", f"float8={float8!r}", "leave one of the two out"),
+    ):
+        if is_given:
+            raise ValueError(f"sequence_ranks={asked!r} with {what} cannot be planned; {way_out}")
+    if workload is not None and workload.not_shared and asked != "auto":
+        raise ValueError(
+            f"sequence_ranks={asked!r} cannot be planned: {workload.not_shared}; use sequence_ranks=1"
+        )
 
 
 def _worth_simulating(found: Plan, count: int) -> list[Estimate]:

@@ -72,14 +72,16 @@ class Plan:
         return min(over, key=lambda r: r.over_bytes) if over else self.rejected[0]
 
 
-def why_not_grid(workload: Workload, grid: tuple[int, int, int, int], batch_sequences: int) -> str | None:
-    """Why a grid cannot run this model; None if it can. The rules are those of `parallelize`.
+def why_not_grid(
+    workload: Workload, grid: tuple[int, int, int, int], batch_sequences: int | None
+) -> str | None:
+    """Why a grid cannot run this model; None if it can. The rules are those of `parallelize`; with None the batch has others.
 
     Example:
         >>> why_not_grid(Workload("8b", 4096, 14336, 32, 32, 8, 128, 128256), (1, 1, 1, 64), 64)
         'x=64 does not divide num_attention_heads=32; use x <= 32'
     """
-    data, z, y, x = grid
+    _, _, y, x = grid
     w = workload
     kv_heads = f"num_key_value_heads={w.kv_heads}"
     reason = _undivided("x", x, w.heads, f"num_attention_heads={w.heads}")
@@ -95,7 +97,51 @@ def why_not_grid(workload: Workload, grid: tuple[int, int, int, int], batch_sequ
         or _undivided("x", x, w.experts.shared if w.experts else 0, "the inner features of shared experts")
         or _undivided("y", y, w.hidden, f"hidden_size={w.hidden}")
         or _why_not_packed(w, y, x)
-        or _undivided("data*z", data * z, batch_sequences, f"the global batch of {batch_sequences}")
+        or (None if batch_sequences is None else _why_not_batch(grid, batch_sequences))
+    )
+
+
+def _why_not_batch(grid: tuple[int, int, int, int], batch_sequences: int) -> str | None:
+    return _undivided("data*z", grid[0] * grid[1], batch_sequences, f"the global batch of {batch_sequences}")
+
+
+def ways_to_share(
+    workload: Workload,
+    grid: tuple[int, int, int, int],
+    batch_sequences: int,
+    length: int,
+    asked: int | Literal["auto"],
+) -> list[tuple[int, list[int]]] | str:
+    """(ranks that share a sequence, numbers of micro-batches) of a grid, or why there are none.
+
+    "auto": as few ranks as allow so small a micro-batch, since they send more the more they are.
+
+    Example:
+        >>> from fourfold.planner.inputs.workload import Workload
+        >>> ways_to_share(Workload("8b", 4096, 14336, 32, 32, 8, 128, 128256), (1, 8, 1, 8), 4, 131072, "auto")
+        [(2, [1]), (4, [2]), (8, [4])]
+    """
+    data, z, *_ = grid
+    ways: list[tuple[int, list[int]]] = []
+    seen: set[int] = set()
+    for share in divisors(z) if asked == "auto" else [asked]:
+        if z % share or (batch_sequences * share) % (data * z) or (share > 1 and length % (2 * share)):
+            continue
+        if share > 1 and workload.not_shared:
+            break
+        counts = [n for n in divisors(batch_sequences * share // (data * z)) if n not in seen]
+        seen.update(counts)
+        if counts:
+            ways.append((share, counts))
+    if ways:
+        return ways
+    if asked == 1:
+        return str(_why_not_batch(grid, batch_sequences))
+    why = f": {workload.not_shared}" if workload.not_shared else ""
+    words = "no number of" if asked == "auto" else f"{asked}"
+    return (
+        f"{words} ranks of z={z} can share sequences of {length} tokens so that data*z={data * z} divides the global batch of "
+        f"{batch_sequences}{why}"
     )
 
 
@@ -146,6 +192,7 @@ def search(
     accumulation: tuple[Accumulation, ...] = ACCUMULATION,
     activation_offloading: bool = False,
     experts: tuple[ExpertsLayout, ...] = EXPERTS,
+    sequence_ranks: int | Literal["auto"] = 1,
     reserve: float = RESERVE,
 ) -> Plan:
     """All layouts, the fastest first.
@@ -153,6 +200,7 @@ def search(
     ``reserve`` is the part of the memory that is left free. Of the kinds of ``checkpointing`` each layout has as little as fits. Streamed weights are tried with none, half and all of them kept, unless ``keep_bytes`` says how much.
     Sequence-parallel ``activations`` are tried where there are tensor ranks, with gathered inputs that are kept and that are
     gathered again (``keep_inputs``). Gradients of several micro-batches are added up whole, and in shards. ``experts`` of a mixture are gathered, and owned. Grids with more than `_MOST_TENSOR_RANKS` on y and x together are skipped.
+    So many ``sequence_ranks`` share a sequence; "auto": as few as allow each number of micro-batches.
     """
     workload, cluster, length = prices.workload, prices.cluster, prices.length
     limit_bytes = memory_limit_bytes(cluster, reserve)
@@ -162,29 +210,14 @@ def search(
         data, z, y, x = grid
         if x * y > _MOST_TENSOR_RANKS:
             continue
-        reason = why_not_grid(workload, grid, global_batch_sequences)
-        if reason is not None:
-            rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason))
+        reason = why_not_grid(workload, grid, None)
+        shares = ways_to_share(workload, grid, global_batch_sequences, length, sequence_ranks)
+        if reason is not None or isinstance(shares, str):
+            rejected.append(Rejected(Layout(data, z, y, x, weights=weights), reason or str(shares)))
             continue
         gathered_bytes = int(workload.weight_bytes(WORK_BYTES) * workload.layers * prices.shard(y, x).block)
         keeps = (0, gathered_bytes // 2, gathered_bytes) if keep_bytes is None else (keep_bytes,)
         keeps = keeps if weights == "streamed" and z > 1 else (0,)
-        undivided = undivided_axis(length, y, x)
-        # (activations, are gathered inputs kept)
-        ways: list[tuple[Activations, bool]] = []
-        if "replicated" in activations or x * y == 1:
-            ways.append(("replicated", True))
-        if "sequence-parallel" in activations and x * y > 1 and undivided is None:
-            ways += [("sequence-parallel", keep) for keep in keep_inputs]
-        if prices.schedule.float8:
-            for way in list(ways):
-                by_tokens = way[0] == "sequence-parallel"
-                reason = why_not_float8(groups_of(workload, y, x, by_tokens=by_tokens), y, x)
-                if reason is not None:
-                    ways.remove(way)
-                    rejected.append(
-                        Rejected(Layout(data, z, y, x, weights=weights, activations=way[0]), reason)
-                    )
         ways_of_experts: list[ExpertsLayout] = []
         for way_of_experts in experts if workload.experts else ("cut",):
             of_grid = owners_of(way_of_experts, z, y, x)
@@ -194,41 +227,74 @@ def search(
                 ways_of_experts.append(way_of_experts)
             else:
                 rejected.append(Rejected(Layout(data, z, y, x, weights=weights, experts=way_of_experts), why))
-        for micro_batches in divisors(global_batch_sequences // (data * z)):
-            tokens = global_batch_sequences // (data * z * micro_batches) * length
-            if undivided is not None and "sequence-parallel" in activations:
-                layout = Layout(data, z, y, x, micro_batches, "none", 0, weights, "sequence-parallel")
-                axis, axis_ranks = undivided
-                reason = f"{axis}={axis_ranks} does not divide the {length} tokens of a sequence, so they cannot be sharded"
-                rejected.append(Rejected(layout, reason))
-            ways_to_add_up = accumulation if micro_batches > 1 and z > 1 else accumulation[:1]
-            for (kind, keeps_inputs), kept_bytes, adds_up, held in product(
-                ways, keeps, ways_to_add_up, ways_of_experts
-            ):
-                layout = Layout(
-                    data,
-                    z,
-                    y,
-                    x,
-                    micro_batches,
-                    "none",
-                    kept_bytes,
-                    weights,
-                    kind,
-                    keeps_inputs,
-                    checkpointed_blocks,
-                    adds_up,
-                    activation_offloading,
-                    held,
-                )
-                layout, peak = least_recomputed(
-                    layout, checkpointing, workload.layers, partial(prices.memory, tokens=tokens), limit_bytes
-                )
-                over = too_large(layout, peak.total_bytes, cluster, reserve)
-                if over is not None:
-                    rejected.append(over)
-                else:
-                    ranked.append(estimate_with(prices, layout, global_batch_sequences, peak))
+        for share, counts in shares:
+            undivided = undivided_axis(length // share, y, x)
+            # (activations, are gathered inputs kept)
+            ways: list[tuple[Activations, bool]] = []
+            if "replicated" in activations or x * y == 1:
+                ways.append(("replicated", True))
+            if "sequence-parallel" in activations and x * y > 1 and undivided is None:
+                ways += [("sequence-parallel", keep) for keep in keep_inputs]
+            if prices.schedule.float8:
+                for way in list(ways):
+                    by_tokens = way[0] == "sequence-parallel"
+                    reason = why_not_float8(groups_of(workload, y, x, by_tokens=by_tokens), y, x)
+                    if reason is not None:
+                        ways.remove(way)
+                        rejected.append(
+                            Rejected(Layout(data, z, y, x, weights=weights, activations=way[0]), reason)
+                        )
+            for micro_batches in counts:
+                tokens = global_batch_sequences * length // (data * z * micro_batches)
+                if undivided is not None and "sequence-parallel" in activations:
+                    layout = Layout(
+                        data,
+                        z,
+                        y,
+                        x,
+                        micro_batches,
+                        "none",
+                        0,
+                        weights,
+                        "sequence-parallel",
+                        sequence_ranks=share,
+                    )
+                    axis, axis_ranks = undivided
+                    reason = f"{axis}={axis_ranks} does not divide the {length // share} tokens of a sequence, so they cannot be sharded"
+                    rejected.append(Rejected(layout, reason))
+                ways_to_add_up = accumulation if micro_batches > 1 and z > 1 else accumulation[:1]
+                for (kind, keeps_inputs), kept_bytes, adds_up, held in product(
+                    ways, keeps, ways_to_add_up, ways_of_experts
+                ):
+                    layout = Layout(
+                        data,
+                        z,
+                        y,
+                        x,
+                        micro_batches,
+                        "none",
+                        kept_bytes,
+                        weights,
+                        kind,
+                        keeps_inputs,
+                        checkpointed_blocks,
+                        adds_up,
+                        activation_offloading,
+                        held,
+                        share,
+                    )
+                    layout, peak = least_recomputed(
+                        layout,
+                        checkpointing,
+                        workload.layers,
+                        partial(prices.memory, tokens=tokens),
+                        limit_bytes,
+                    )
+                    over = too_large(layout, peak.total_bytes, cluster, reserve)
+                    if over is not None:
+                        rejected.append(over)
+                    else:
+                        ranked.append(estimate_with(prices, layout, global_batch_sequences, peak))
     ranked.sort(key=lambda e: e.step_s)
     return Plan(ranked, rejected, ranks, memory_limit_bytes(cluster, reserve))
 

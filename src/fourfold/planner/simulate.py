@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fourfold.dry_run.events import Event, Operation, Start, Track
-from fourfold.mesh.axes import Z_AND_X
 from fourfold.planner.cost.collective import collective_s
 from fourfold.planner.cost.compute import host_copy_s, operation_s
 from fourfold.planner.inputs.cluster import Cluster
@@ -55,8 +54,7 @@ def predict(
 
     ``seconds_of``: the price of an operation, if it is known already.
     """
-    # Ranks of z and x together, which own experts, have those of y between them.
-    inner = inner_ranks(shape) | {Z_AND_X: shape[2]}
+    inner = inner_ranks(shape)
 
     def collective(start: Start) -> float:
         if start.kind == "to_host" or start.kind == "to_device":
@@ -86,14 +84,14 @@ def predict(
 
 
 def inner_ranks(shape: tuple[int, int, int, int]) -> dict[Track, int]:
-    """How many ranks lie between neighbours along each axis.
+    """How many ranks lie between neighbours along each axis; of z and x together, those of y.
 
     Example:
         >>> inner_ranks((2, 2, 1, 4))
-        {'x': 1, 'y': 4, 'z': 4, 'data': 8}
+        {'x': 1, 'y': 4, 'z': 4, 'data': 8, 'sequence': 4, 'zx': 1}
     """
     _, z, y, x = shape
-    return {"x": 1, "y": x, "z": x * y, "data": x * y * z}
+    return {"x": 1, "y": x, "z": x * y, "data": x * y * z, "sequence": x * y, "zx": y}
 
 
 def simulate(

@@ -81,6 +81,7 @@ def describe_layout(
         "weights": "streamed" if streamed else "fsdp2",
         "activations": "replicated" if sharded is None else "sequence-parallel",
         "keep_inputs": sharded is None or sharded.group.overlap.keep_inputs,
+        "sequence_ranks": grid.sequence_ranks,
         **other_fields,
     }
 
@@ -117,10 +118,6 @@ def save_run(
     """
     if not reports:
         raise ValueError("0 steps were measured; pass at least 1 report of measure_step")
-    if grid.sequence_ranks > 1:
-        raise ValueError(
-            f"a grid of sequence_ranks={grid.sequence_ranks} cannot be compared with a plan, which does not know it yet"
-        )
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise ValueError(

@@ -94,6 +94,7 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
         )
         and (not is_sharded or run.engine.activations in ("auto", before.engine.activations))
         and run.batch.micro_batch_sequences in (None, before.batch.micro_batch_sequences)
+        and run.batch.sequence_ranks in ("auto", before.batch.sequence_ranks)
         and all(
             getattr(run.engine, name) == getattr(before.engine, name)
             for name in given
@@ -104,8 +105,8 @@ def layout_of_checkpoint(run: RunConfig, ranks: int) -> RunConfig | None:
         return None
     names = (*CHOSEN_ALONG, *BY_MEMORY, "weights", "activations", "experts")
     chosen = {name: getattr(before.engine, name) for name in names}
-    rows = before.batch.micro_batch_sequences
-    found = _with_sections(run, batch={"micro_batch_sequences": rows}, engine=chosen)
+    batch = {name: getattr(before.batch, name) for name in ("micro_batch_sequences", "sequence_ranks")}
+    found = _with_sections(run, batch=batch, engine=chosen)
     return found.model_copy(update={"grid": before.grid})
 
 
@@ -163,6 +164,7 @@ def plan_options(run: RunConfig) -> dict[str, Any]:
         "float8": engine.float8,
         "lora_rank": run.lora.rank,
         "quantization": run.lora.quantization,
+        "sequence_ranks": run.batch.sequence_ranks,
         "optimizer": run.optimizer.name,
         "checkpointing": KINDS if checkpointing == "auto" else (checkpointing,),
         "checkpointed_blocks": engine.checkpointed_blocks,
@@ -193,9 +195,7 @@ def fastest(run: RunConfig, found: Plan) -> Estimate:
     ranked = [
         estimate
         for estimate in found.ranked
-        if rows is None
-        or _micro_batch_rows(run, estimate.layout)
-        == min(rows, run.sequences // (estimate.layout.data * estimate.layout.z))
+        if rows is None or _micro_batch_rows(run, estimate.layout) == min(rows, _rows(run, estimate.layout))
     ]
     if not ranked:
         raise ValueError(
@@ -215,7 +215,10 @@ def layout_fields(run: RunConfig, layout: Layout) -> dict[str, dict[str, Any]]:
     kept_bytes = run.engine.keep_weights_bytes
     return {
         "grid": {"data": layout.data, "z": layout.z, "y": layout.y, "x": layout.x},
-        "batch": {"micro_batch_sequences": _micro_batch_rows(run, layout)},
+        "batch": {
+            "micro_batch_sequences": _micro_batch_rows(run, layout),
+            "sequence_ranks": layout.sequence_ranks,
+        },
         "engine": {
             "activations": layout.activations,
             "keep_inputs": layout.keep_inputs,
@@ -236,7 +239,10 @@ def without_layout(run: RunConfig, keep: Sequence[str] = ()) -> RunConfig:
     """
     values = run.model_dump(exclude_unset=True)
     values["grid"] = {"cluster": run.grid.cluster}
-    values.get("batch", {}).pop("micro_batch_sequences", None)
+    batch = values.get("batch", {})
+    batch.pop("micro_batch_sequences", None)
+    if not run.grid.auto and run.sequence_ranks > 1:
+        batch["sequence_ranks"] = "auto"
     if not run.grid.auto and "engine" in values:
         chosen = {*CHOSEN_ALONG, *BY_MEMORY, "activations", "experts"}.difference(keep)
         values["engine"] = {name: value for name, value in values["engine"].items() if name not in chosen}
@@ -253,4 +259,9 @@ def _sets(run: RunConfig, field: str) -> bool:
 
 
 def _micro_batch_rows(run: RunConfig, layout: Layout) -> int:
-    return run.sequences // (layout.data * layout.z * layout.micro_batches)
+    return _rows(run, layout) // layout.micro_batches
+
+
+def _rows(run: RunConfig, layout: Layout) -> int:
+    """The sequences that a rank has, or has a part of."""
+    return run.sequences * layout.sequence_ranks // (layout.data * layout.z)

@@ -26,11 +26,10 @@ def fit_into_memory(run: RunConfig, device_bytes: float | None, target: str) -> 
     """
     if not run.engine.is_open:
         return run
-    if run.sequence_ranks > 1:  # which the formulas do not know
-        return run.model_copy(update={"engine": run.engine.without_auto()})
     from fourfold.train.loop.model import model_config
 
-    rows = run.sequences // (run.shape[0] * run.shape[1])
+    share = run.sequence_ranks
+    rows = run.sequences * share // (run.shape[0] * run.shape[1])
     micro_batches = -(-rows // (run.batch.micro_batch_sequences or rows))
     chosen = fields_that_fit(
         model_config(run.model) if device_bytes else None,
@@ -42,6 +41,7 @@ def fit_into_memory(run: RunConfig, device_bytes: float | None, target: str) -> 
         target,
         run.lora.rank,
         run.lora.quantization,
+        share,
     )
     return run.model_copy(update={"engine": run.engine.model_copy(update=chosen)})
 
@@ -63,10 +63,11 @@ def fields_that_fit(
     target: str,
     lora_rank: int = 0,
     quantization: Quantization = "none",
+    sequence_ranks: int = 1,
 ) -> dict[str, Any]:
     """The fields `BY_MEMORY` of [engine] on a grid.
 
-    ``model`` is a configuration, ``batch`` the (sequences, length) of a rank's micro-batch and the number of them. What the
+    ``model`` is a configuration, ``batch`` the (sequences, length) of a rank's micro-batch, whole ones, and the number of them. What the
     engine leaves open besides is as a run on ``target`` devices chooses it.
     """
     from fourfold.planner.dry_run_estimate import describe
@@ -80,13 +81,25 @@ def fields_that_fit(
             "engine.activation_checkpointing and engine.accumulation.",
             error,
         )
-    if workload is None or device_bytes is None:
+    # Formulas of shared sequences are those of the kernel that attention has for them.
+    is_known = sequence_ranks == 1 or (
+        target == "cuda" and engine.precision == "bf16" and workload is not None and not workload.not_shared
+    )
+    if not is_known and device_bytes:
+        logger.warning(
+            "Nothing is recomputed, and gradients are added up whole: the memory of sequence_ranks=%d is known for GPUs in bf16 alone, of "
+            "models whose attention has a kernel. If that does not fit into memory, set engine.activation_checkpointing and "
+            "engine.accumulation.",
+            sequence_ranks,
+        )
+    if workload is None or device_bytes is None or not is_known:
         settled = engine.without_auto()
         return {name: getattr(settled, name) for name in BY_MEMORY}
     workload = workload.attended(engine.attention, target, engine.precision).adapted(lora_rank, quantization)
     *_, y, x = shape
     rows, length, micro_batches = batch
-    is_cut = x * y > 1 and engine.activations != "replicated" and undivided_axis(length, y, x) is None
+    own_length = length // sequence_ranks
+    is_cut = x * y > 1 and engine.activations != "replicated" and undivided_axis(own_length, y, x) is None
     layout = Layout(
         *shape,
         micro_batches=micro_batches,
@@ -97,11 +110,12 @@ def fields_that_fit(
         checkpointed_blocks=engine.checkpointed_blocks,
         activation_offloading=engine.activation_offloading and target == "cuda",
         experts=tuple(engine.experts) if isinstance(engine.experts, list) else "cut",
+        sequence_ranks=sequence_ranks,
     )
     work_bytes = 2 if engine.precision == "bf16" else 4
 
     def memory_of(tried: Layout) -> Memory:
-        return memory(workload, tried, rows * length, None, work_bytes, optimizer, length=length)
+        return memory(workload, tried, rows * own_length, None, work_bytes, optimizer, length=length)
 
     kinds = KINDS if engine.activation_checkpointing == "auto" else (engine.activation_checkpointing,)
     ways = ACCUMULATION if engine.accumulation == "auto" else (engine.accumulation,)

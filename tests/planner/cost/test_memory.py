@@ -121,6 +121,21 @@ OFFLOADED = [
     ("llama", Layout(1, 1, 1, 4, 1, "full", weights="streamed"), 16),
     ("qwen2, biased and tied", Layout(1, 2, 2, 2, 1, "full", weights="fsdp2", **AGAIN), 16),
 ]
+# Ranks of z that share sequences; keys and values, and their gradients, are those of whole sequences.
+SHARED = [
+    ("llama", Layout(1, 4, 1, 1, 1, "full", weights="fsdp2", sequence_ranks=4)),
+    ("llama", Layout(1, 2, 2, 2, 1, "selective", weights="fsdp2", **TOKENS, sequence_ranks=2)),
+    ("llama", Layout(1, 4, 1, 1, 1, "none", weights="fsdp2", sequence_ranks=2)),
+    ("llama", Layout(2, 4, 1, 1, 3, "full", weights="fsdp2", **SHARDS, sequence_ranks=4)),
+    ("llama", Layout(1, 8, 1, 2, 1, "full", weights="fsdp2", **TOKENS, sequence_ranks=8)),
+    ("all heads", Layout(1, 8, 1, 1, 1, "full", weights="fsdp2", sequence_ranks=8)),
+    (
+        "qwen2, biased and tied",
+        Layout(1, 4, 1, 2, 1, "selective", weights="fsdp2", **TOKENS, sequence_ranks=4),
+    ),
+    ("starcoder2, no gate", Layout(1, 4, 1, 1, 1, "full", weights="fsdp2", sequence_ranks=4)),
+    ("wide vocabulary", Layout(1, 4, 1, 1, 1, "none", weights="streamed", sequence_ranks=4)),
+]
 
 
 @functools.cache
@@ -140,6 +155,7 @@ def dry_run(
         accumulation=layout.accumulation,
         overlap=Overlap(keep_inputs=layout.keep_inputs),
         activation_offloading=layout.activation_offloading,
+        sequence_ranks=layout.sequence_ranks,
         optimizer=optimizer,
         lora=lora,
     )
@@ -217,6 +233,16 @@ def test_the_closed_form_knows_what_offloading_saves(model, layout, sequences):
     assert done.peak.bytes < kept[1].peak.bytes
     saved = kept[0].total_bytes - closed.total_bytes
     assert saved == pytest.approx(kept[1].peak.bytes - done.peak.bytes, abs=0.01 * done.peak.bytes)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*SHARED[:2], *(pytest.param(*point, marks=pytest.mark.nightly) for point in SHARED[2:])],
+    ids=str,
+)
+def test_the_closed_form_knows_shared_sequences(model, layout):
+    closed = memory(from_config(MODELS[model].to_dict()), layout, SEQUENCES * LENGTH, length=LENGTH)
+    assert closed.total_bytes == pytest.approx(dry_run(model, layout).peak.bytes, rel=0.03), closed
 
 
 def of_family(family: str) -> PreTrainedConfig:

@@ -1,13 +1,17 @@
 """A run whose ranks share sequences: its losses are those of stock PyTorch, and it resumes on any number of ranks a sequence."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.ranks import RankPool
-from fourfold.config.run_file import ConfigError
+from fourfold.config.run_file import ConfigError, from_dict
+from fourfold.config.schema import EngineSection
+from fourfold.train.auto_layout import choose_layout, without_layout
 from fourfold.train.loop.trainer import Callback, StepResult, Trainer
+from fourfold.train.memory_fit import fields_that_fit
 from fourfold.train.observe.evaluate import Evaluation
 from tests.training import Shape, on, stock_losses, train, write_run
 
@@ -86,6 +90,37 @@ def test_auto_shares_as_little_as_lets_the_batch_divide(values: dict[str, Any]) 
         chosen((2, 4, 1, 1), 3 * 16)
 
 
+def test_the_planner_chooses_how_many_share_a_sequence(
+    values: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = {**values, "model": {"config": str(tmp_path / "config.json")}, "grid": {"cluster": "dgx-h100"}}
+    values |= {
+        "data": {**values["data"], "sequence_length": 2**20},
+        "evaluation": {"sequences": 64},
+        "engine": {},
+    }
+    batch = {"tokens": 2**20, "sequence_ranks": "auto"}
+    run = choose_layout(from_dict({**values, "batch": batch}), 64)
+    assert run.sequence_ranks == run.batch.sequence_ranks > 1
+    assert run.batch.micro_batch_sequences == 1
+    assert run.engine.activation_checkpointing != "auto"
+    # What a run with this grid and without recomputation of its own would choose on devices of that memory.
+    engine = EngineSection(activations=run.engine.activations, weights="fsdp2")
+    sizes = (1, 2**20, 1)
+    given = (config, run.shape, engine, sizes, "adamw", 80 * 2**30)
+    known = fields_that_fit(*given, "cuda", sequence_ranks=run.sequence_ranks)
+    assert known["activation_checkpointing"] != "none"
+    unknown = fields_that_fit(*given, "cpu", sequence_ranks=run.sequence_ranks)
+    assert unknown["activation_checkpointing"] == "none"
+    assert "is known for GPUs in bf16 alone" in caplog.text
+    planned = without_layout(run)
+    assert planned.grid.auto
+    assert planned.batch.sequence_ranks == "auto"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -93,10 +128,6 @@ def test_auto_shares_as_little_as_lets_the_batch_divide(values: dict[str, Any]) 
         (
             {"batch": {"sequence_ranks": 4, "tokens": 8 * 20}, "data": {"sequence_length": 20}},
             "8 chunks, which do not divide data.sequence_length=20; use 16",
-        ),
-        (
-            {"engine": {"activation_checkpointing": "auto"}},
-            "activation_checkpointing='auto'.*use 'full', 'selective' or 'none'",
         ),
         ({"engine": {"attention": "masked"}}, "attention='masked' is not supported; use 'auto'"),
         ({"reliability": {"torchft_lighthouse": "http://a:1"}}, "torchft_lighthouse is not supported"),

@@ -47,8 +47,10 @@ def in_order(by_rank: Tensor, dim: int) -> Tensor:
 def by_rank(whole: Tensor, ranks: int, dim: int) -> Tensor:
     """The inverse of `in_order`."""
     chunks = whole.chunk(2 * ranks, dim)
-    pairs = [torch.cat([chunks[rank], chunks[-1 - rank]], dim=dim) for rank in range(ranks)]
-    return torch.stack(pairs)
+    parts = whole.new_empty(ranks, *whole.shape[:dim], whole.shape[dim] // ranks, *whole.shape[dim + 1 :])
+    for rank in range(ranks):
+        torch.cat([chunks[rank], chunks[-1 - rank]], dim=dim, out=parts[rank])
+    return parts
 
 
 def cut_sequences(

@@ -21,6 +21,7 @@ from fourfold.planner.cost.optimizer import (
     muon_matrices,
     muon_step_bytes,
 )
+from fourfold.planner.cost.sequences import held_in_backward
 from fourfold.planner.inputs.experts import owners_of
 from fourfold.planner.inputs.layout import ExpertsLayout, Layout
 from fourfold.planner.inputs.workload import Workload
@@ -384,6 +385,14 @@ def _of_dense(
             siblings = hidden + 2 * ffn + 4 * ffn_read + hidden_read * (1 + again)
             mlp = max(mlp, work_bytes * (siblings - gone))
     most = max((after_mlp, 3 if w.gated else 2), (mlp, 1))
+    if (
+        layout.sequence_ranks > 1
+    ):  # the gradients of attention's output and of the queries, and those of all keys
+        parts = layout.x * layout.y if layout.by_tokens and w.divides_heads(layout.x * layout.y) else layout.x
+        whole = held_in_backward(w, layout, tokens, work_bytes, length)
+        gone = work_bytes * w.activation_copies * ffn
+        attention = work_bytes * (hidden + 2 * tokens * w.q_features / parts) + whole - gone
+        most = max(most, (attention, 3 if w.gated else 2))
     if w.norm_after_mlp:  # comes before the MLP in backward
         most = max(most, (norm, 0))
     in_work, matrices = most

@@ -28,6 +28,7 @@ from fourfold.planner.cost.experts import OWNED_BYTES
 from fourfold.planner.cost.linears import Given
 from fourfold.planner.cost.memory import Memory, ShardSizes, memory, sent_bytes, shard_of
 from fourfold.planner.cost.optimizer import OptimizerTime, muon_time
+from fourfold.planner.cost.sequences import moved_by_block
 from fourfold.planner.inputs.cluster import Cluster, Device
 from fourfold.planner.inputs.experts import Owners, load_of, owners_of
 from fourfold.planner.inputs.layout import FOURFOLD, ExpertsLayout, Layout, Schedule
@@ -127,6 +128,17 @@ class Prices:
     def owners(self, layout: Layout) -> Owners | None:
         return owners_of(layout.experts, layout.z, layout.y, layout.x) if self.workload.experts else None
 
+    @cached_property
+    def _of_shared_sequences(self) -> Prices:
+        """Their blocks are not compiled."""
+        schedule = self.schedule
+        if schedule.elementwise == "compiled":
+            schedule = replace(schedule, elementwise="eager")
+        return replace(self, schedule=schedule)
+
+    def of(self, layout: Layout) -> Prices:
+        return self._of_shared_sequences if layout.sequence_ranks > 1 else self
+
     def memory(self, layout: Layout, tokens: float) -> Memory:
         shard = self.shard(layout.y, layout.x, layout.experts)
         work_bytes = self.schedule.weight_bytes
@@ -219,6 +231,7 @@ def estimate_with(
         >>> alone.step_s < wide.step_s  # eight sequences leave enough work to hide the weights of 8B
         True
     """
+    prices = prices.of(layout)
     w, device = prices.workload, prices.cluster.device
     tokens = prices.tokens_at_once(layout, global_batch_sequences)
     blocks = block_times(prices, layout, tokens)
@@ -256,6 +269,12 @@ def estimate_with(
     for axis in ("z", "data"):
         link_s[axis] += weights_link_s[axis]
         exposed_s[axis] += weights_exposed_s[axis]
+    if layout.sequence_ranks > 1:
+        sent_s, *shared_s = _shared_s(prices, layout, tokens, blocks)
+        link_s["z"] += m * sent_s
+        exposed_s["z"] += m * sent_s
+        for part, seconds in zip(("element-wise", "recomputation"), shared_s, strict=True):
+            compute_s[part] += m * seconds
     for axis, sent_s in optimizer.link_s.items():  # nothing hides it
         link_s[axis] += sent_s
         exposed_s[axis] += sent_s
@@ -291,6 +310,24 @@ def _copies_s(prices: Prices, layout: Layout, shard: ShardSizes) -> float:
     if prices.schedule.elementwise != "fused":
         moved += OWNED_BYTES * prices.workload.layers * shard.owned / layout.z
     return memory_s(layout.micro_batches * moved, prices.cluster.device)
+
+
+def _shared_s(
+    prices: Prices, layout: Layout, tokens: float, blocks: Sequence[BlockTimes]
+) -> tuple[float, float, float]:
+    """Keys and values of shared sequences in a micro-batch: (collectives, copies, copies in what is recomputed)."""
+    moved = moved_by_block(prices.workload, layout, tokens, prices.schedule.weight_bytes)
+    place = (layout.sequence_ranks, layout.y * layout.x)
+    gather_s = prices.collective_s("all_gather", moved.gathered, *place)
+    scatter_s = prices.collective_s("reduce_scatter", moved.scattered, *place)
+    # A selective block keeps attention's output.
+    again = sum(b.blocks for b in blocks if b.again is not None and b.again.matmul_s)
+    count, device = sum(b.blocks for b in blocks), prices.cluster.device
+    return (
+        count * (2 * gather_s + scatter_s) + again * gather_s,
+        count * memory_s(moved.forward + moved.backward, device),
+        again * memory_s(moved.forward, device),
+    )
 
 
 def _host_copies_s(prices: Prices, layout: Layout, tokens: float, blocks: Sequence[BlockTimes]) -> float:

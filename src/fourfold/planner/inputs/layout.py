@@ -53,6 +53,7 @@ class Layout:
     # The inputs of recomputed blocks are in the memory of the host from forward to backward; for GPUs.
     activation_offloading: bool = False
     experts: ExpertsLayout = "cut"
+    sequence_ranks: int = 1  # neighbours along z that share sequences
 
     def __post_init__(self) -> None:
         if isinstance(self.experts, list):  # as a file has it
@@ -92,6 +93,7 @@ class Layout:
     def extras(self) -> str:
         """The settings in addition to the grid, in words; empty if all are defaults."""
         settings = {
+            f"{self.sequence_ranks} ranks a sequence": self.sequence_ranks > 1,
             f"{self.micro_batches} micro-batches": self.micro_batches > 1,
             "sharded gradients": self.accumulates_shards,
             "sequence-parallel": self.by_tokens,

@@ -90,6 +90,10 @@ _WHOLE_LOGITS = dict.fromkeys(("granite", "cohere", "cohere2", "gptj", "opt", "p
 }
 
 
+# Families whose attention does not use transformers' interface.
+_OWN_ATTENTION = ("biogpt", "bloom", "falcon", "gptj", "gpt_neo", "mpt", "stablelm")
+
+
 @dataclass(frozen=True)
 class Workload:
     """A decoder. Embedding and head are one matrix if ``tied``."""
@@ -122,6 +126,9 @@ class Workload:
     quantization: Quantization = "none"  # of the weights of linears in blocks, where adapters are trained
     experts: Experts | None = None  # of the blocks after the dense ones
     latent: Latent | None = None
+    not_shared: str = (
+        ""  # why ranks cannot share its sequences, or why that has no formulas; empty if they can
+    )
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -344,6 +351,24 @@ def from_config(config: dict[str, Any] | str | Path, name: str | None = None) ->
         whole_logits=_WHOLE_LOGITS.get(family, 0),
         experts=experts_of(config, family),
         latent=latent,
+        not_shared=_why_not_shared(family, config),
+    )
+
+
+def _why_not_shared(family: str, config: dict[str, Any]) -> str:
+    """The rules of `parallel/context/model.py`, and what has no kernel there."""
+    if family in _OWN_ATTENTION:
+        return f"the attention of {family} does not use transformers' interface"
+    if family in SPARSE:
+        return f"the formulas of {family} do not know shared sequences"
+    if family in _KEPT_BY_FLEX or (family in _KEPT_MORE and any(_KEPT_MORE[family].scores)):
+        return f"the attention of {family} has no kernel for shared sequences"
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rule = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    return (
+        f"its rotations ({rule}) depend on the longest position of a batch"
+        if rule in ("dynamic", "longrope")
+        else ""
     )
 
 

@@ -104,8 +104,6 @@ def compare_with_prediction(
     """A typical step compared with its prediction, or the reason why there is none."""
     if cluster is None:
         return "No cluster is given to predict it on: set grid.cluster in the run config, or give `fourfold report --cluster`."
-    if metadata["config"]["batch"].get("sequence_ranks", 1) != 1:
-        return "No prediction: the planner does not know batch.sequence_ranks yet."
     layout = Layout(**metadata["layout"])
     steps = typical_steps(metadata, metrics)
     if not steps:
