@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Sizes(NamedTuple):
+class ChunkSizes(NamedTuple):
     """The documents in one of this rank's chunks."""
 
     pieces: int  # of documents, over all rows
@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
 
 def sizes_of(
     positions: Tensor, chunks: Sequence[slice], wrong: Sequence[Tensor]
-) -> tuple[list[bool], list[Sizes]]:
+) -> tuple[list[bool], list[ChunkSizes]]:
     """(which of the checks have failed, the sizes of each chunk) of [rows, length] positions.
 
     The only wait of the host for the device in a forward of cut sequences.
@@ -49,21 +49,21 @@ def sizes_of(
     sizes = []
     for _ in chunks:
         pieces_, queries, keys = next(parts), next(parts), next(parts)
-        sizes.append(Sizes(pieces_, queries, keys, tuple(next(parts) for _ in range(rows))))
+        sizes.append(ChunkSizes(pieces_, queries, keys, tuple(next(parts) for _ in range(rows))))
     return failed, sizes
 
 
 def one_document(
     positions: Tensor, chunks: Sequence[slice], wrong: Sequence[Tensor]
-) -> tuple[list[bool], list[Sizes]]:
+) -> tuple[list[bool], list[ChunkSizes]]:
     """The same where each row is one document: for tensors without values."""
     rows = len(positions)
     return [False for _ in wrong], [
-        Sizes(rows, chunk.stop - chunk.start, chunk.stop, (chunk.start,) * rows) for chunk in chunks
+        ChunkSizes(rows, chunk.stop - chunk.start, chunk.stop, (chunk.start,) * rows) for chunk in chunks
     ]
 
 
-def bounds_of(positions: Tensor, chunk: slice, sizes: Sizes, window: int | None) -> Bounds:
+def bounds_of(positions: Tensor, chunk: slice, sizes: ChunkSizes, window: int | None) -> Bounds:
     """The bounds of a causal chunk, and of the keys that its queries attend to, within a sliding window."""
     inside = positions[:, chunk]
     most = sizes.longest_keys if window is None else window - 1  # keys before the first query of a piece

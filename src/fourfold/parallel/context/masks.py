@@ -21,7 +21,7 @@ from fourfold.errors import UnsupportedError, line_of_model
 from fourfold.mesh.grid import Grid
 from fourfold.parallel.context import documents
 from fourfold.parallel.context.chunks import in_order, own_chunks
-from fourfold.parallel.context.documents import Bounds, Sizes
+from fourfold.parallel.context.documents import Bounds, ChunkSizes
 
 NAME = "fourfold_cut"
 QUERIES = 512  # of a block, of which there is a mask at a time
@@ -48,7 +48,7 @@ class Sequences:
     positions: Tensor  # [rows, length], in the order of the sequence; a document begins at 0
     documents: Tensor  # the number of the document, which grows along a row
     chunks: tuple[slice, slice]
-    sizes: list[Sizes]  # of the documents in each chunk
+    sizes: list[ChunkSizes]  # of the documents in each chunk
     # The modules whose attention ran, in a first forward.
     called: set[nn.Module] = field(default_factory=set)
 
