@@ -9,6 +9,8 @@ python -m benchmarks.long
 python -m benchmarks.long --only llama gemma3
 python -m benchmarks.long --quick                 # without the sweep of families
 python -m benchmarks.long --quick --break mask    # plants a fault: has to fail
+python -m benchmarks.long --train                 # 50 steps of 32k tokens on eight ranks: losses of one process, stopped and resumed
+python -m benchmarks.long --train --tokens 2048 --steps 6
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 import fourfold as ff
+from benchmarks import long_train
 from benchmarks.families import GRADIENT_BAR, LOSS_BAR, ZERO, ZERO_SCALE, Outcome
 from benchmarks.packed import windowed_model
 from benchmarks.ranks import RankError, RankPool
@@ -312,7 +315,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"
     )
+    long_train.add_options(parser)
     options = parser.parse_args(arguments)
+    if options.train:
+        return long_train.check(options.tokens, options.steps, options.fault)
     start_s = time.perf_counter()
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()

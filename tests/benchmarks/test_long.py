@@ -25,3 +25,11 @@ def test_a_planted_fault_is_found(pool: RankPool, fault: str) -> None:
 
 def test_documents_that_see_each_other_are_found(pool: RankPool) -> None:
     assert max(pool.run(long.documents_rank, 2, *SMALL, "mask")) > 1e-2
+
+
+@pytest.mark.nightly
+def test_rows_are_trained_stopped_and_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["--train", "--tokens", "1024", "--steps", "4"]
+    assert long.main(short) == 0
+    assert capsys.readouterr().out.count("resumed with") == 2
+    assert long.main([*short, "--break", "dk"]) == 1
