@@ -315,8 +315,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--break", dest="fault", choices=FAULTS, help="plant a fault: the command has to fail"
     )
-    long_train.add_options(parser)
+    parser.add_argument("--train", action="store_true", help="train on eight ranks, and nothing else")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a row, with --train (default: 32768)")
+    parser.add_argument("--steps", type=int, default=50, help="with --train, at least 4 (default: 50)")
     options = parser.parse_args(arguments)
+    if options.train and options.steps < 4:
+        parser.error(f"{options.steps} steps are too few to stop and resume; use 4")
     if options.train:
         return long_train.check(options.tokens, options.steps, options.fault)
     start_s = time.perf_counter()

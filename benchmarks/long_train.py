@@ -7,7 +7,6 @@ one (tensor axes alone) and with eight, from its checkpoint.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -180,18 +179,3 @@ def check(length: int, steps: int, fault: str | None = None) -> int:
         f"long --train: {failed} failures, worst loss off by {worst:.1e} of {LOSS_BAR:g}, {time.perf_counter() - start_s:.0f} s"
     )
     return 1 if failed else 0
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--train", action="store_true", help="train on eight ranks, and nothing else")
-    parser.add_argument(
-        "--tokens", type=int, default=32768, help="of a row, with --train (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=at_least_four, default=50, help="with --train (default: %(default)s)")
-
-
-def at_least_four(text: str) -> int:
-    """So that a run can stop in the middle: it does so after the step that follows the request."""
-    if int(text) < 4:
-        raise argparse.ArgumentTypeError(f"{text} steps are too few to stop and resume; use 4")
-    return int(text)
