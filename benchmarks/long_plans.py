@@ -8,6 +8,7 @@ has the published layout where ranks along z can be it, whether it fits or not, 
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any, NamedTuple
 
@@ -125,7 +126,10 @@ def row(case: Case) -> tuple[str, ...]:
     return asked, case.published or "–", theirs, best
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(arguments)
     headings = ("case", "published", "predicted, that layout, full recomputation", "predicted, plan's best")
     print(f"| {' | '.join(headings)} |")
     print("|" + " --- |" * len(headings))
