@@ -83,8 +83,8 @@ GRADIENT_BAR = 1e-4  # of the gradient's own largest entry
 # measured against ZERO_SCALE of that largest entry: it passes if the noise is below 1e-7 of it.
 ZERO = 1e-5
 ZERO_SCALE = 1e-3
-VERIFIED_BAR = 111
-BY_TOKENS_BAR = 107
+VERIFIED_BAR = 127
+BY_TOKENS_BAR = 122
 PLAIN_STYLES = {"colwise", "rowwise"}
 # Every text family whose plan is colwise and rowwise alone has to be verified. These are not text families: what
 # their other inputs pass has no role.
