@@ -77,7 +77,7 @@ def test_a_block_that_changes_an_output_in_place_is_compiled(pool):
 
 def test_a_family_without_its_code_is_missing_and_not_refused(monkeypatch):
     def without(module):
-        def tiny_model(family):
+        def tiny_model(family, **changes):
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
         monkeypatch.setattr(families, "tiny_model", tiny_model)

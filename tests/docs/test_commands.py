@@ -36,6 +36,7 @@ ELSEWHERE = {
     "fourfold drill run.toml --fault kill:at=optimizer,rank=1,step=4": "tests/drill/test_drill.py::test_a_drill_detects_a_run_that_does_not_resume_exactly",
     "fourfold drill run.toml --compare": "tests/drill/test_drill.py::test_a_run_on_a_cluster_is_compared_by_its_checkpoints",
     "fourfold plan run.toml --cluster dgx-h100 --gpus 256 --write run.toml": "tests/cli/test_plan.py::test_the_fastest_layout_is_written_into_a_run_config",
+    "fourfold plan run.toml --cluster dgx-h100 --gpus 64 --expert-load 1.5": "tests/cli/test_plan.py::test_a_plan_chooses_who_has_experts",
     "fourfold bench run.toml": "tests/bench/test_bench.py::test_the_command_writes_a_page",
     "fourfold dryrun run.toml": "tests/dry_run/test_run.py::test_the_command_takes_a_run_config",
     "fourfold dryrun run.toml --gpus 256 --memory 80": "tests/dry_run/test_run.py::test_the_command_takes_a_run_config",

@@ -15,6 +15,13 @@ from typing import NamedTuple
 from fourfold.optim.kinds import PART, Optimizer
 from fourfold.parallel.checkpointing import ActivationCheckpointing
 from fourfold.parallel.loss.chunk_size import chunk_tokens, gradient_rows, piece_tokens
+from fourfold.planner.cost.kept import (
+    WIDE_BYTES,
+    experts_kept,
+    kept_bytes_per_token,
+    norm_bytes,
+    saved_bytes_per_token,
+)
 from fourfold.planner.cost.optimizer import (
     ADAMW_STATE_BYTES,
     MUON_STATE_BYTES,
@@ -22,8 +29,8 @@ from fourfold.planner.cost.optimizer import (
     muon_step_bytes,
 )
 from fourfold.planner.cost.sequences import held_in_backward
-from fourfold.planner.inputs.experts import owners_of
-from fourfold.planner.inputs.layout import ExpertsLayout, Layout
+from fourfold.planner.cost.shard import ShardSizes, sent_bytes, shard_of
+from fourfold.planner.inputs.layout import Layout
 from fourfold.planner.inputs.workload import Workload
 from fourfold.weights.quantization import BYTES_BETWEEN, UNPACKED_AT_ONCE
 
@@ -31,96 +38,13 @@ MASTER_BYTES = 4
 STEP_BYTES = 4  # beside Muon, AdamW makes one temporary of every shard; alone it is fused
 GRADIENT_BYTES = 4
 WORK_BYTES = 2  # bf16, unless the work is in fp32
-WIDE_BYTES = 4  # norms and loss compute in fp32
 
-HEAD_BYTES = 4  # the logarithm of the softmax's sum, fp32, for each head
 # In addition to its logits the stock loss of a single rank holds an fp32 copy and a temporary, and its gradient in the precision of
 # the work. Otherwise the loss has a chunk of the logits, and a piece of it in fp32 (parallel/loss/chunked.py).
 STOCK_LOSS_BYTES = 10
 # Backward of a norm, for each feature: the gradient in fp32 and three products of it; in the precision of the work the
 # gradients of its output and of the residual stream.
 NORM_BACKWARD_WIDE, NORM_BACKWARD_COPIES = 4, 2
-# Streamed weights gather four ahead of the one in use: five of a block's seven (or six) matrices.
-STREAMED_WINDOW = 5
-
-
-class ShardSizes(NamedTuple):
-    """Elements on one rank before z shards them. Of a model with experts: the mean of its blocks."""
-
-    block: float  # without experts that z ranks own
-    matrices: float  # the part of a block that is matrices
-    table: float  # the embedding; the head has as many
-    outside: float  # what is in no block, each element once
-    largest: float  # the largest matrices of a block that are gathered at once
-    q: float
-    kv: float
-    inner: float
-    adapters: float = 0.0  # of LoRA, in a block
-    owned: float = 0.0  # of experts that z ranks own, in a block
-    most: float = 0.0  # of the block with most, and of the experts in it that are gathered
-    gathered_experts: float = 0.0
-
-    @property
-    def trained(self) -> ShardSizes:
-        """What has gradients: all of it, or the adapters alone."""
-        if not self.adapters:
-            return self
-        return ShardSizes(self.adapters, 0.0, 0.0, 0.0, self.adapters, 0.0, 0.0, 0.0, most=self.adapters)
-
-
-def shard_of(workload: Workload, y: int, x: int, experts: ExpertsLayout = "cut") -> ShardSizes:
-    """The part of a block, and of what is outside, that one (y, x) rank computes with."""
-    w = workload
-    cut = y * x
-    # Where x exceeds the key/value heads, every x rank holds all of their rows.
-    kv = w.hidden * w.kv_features / (cut if x <= w.kv_heads else y)
-    q = w.hidden * w.q_features / cut
-    inner = w.hidden * w.ffn / cut
-    of_attention = [q, kv, kv, q] if w.latent is None else [m / cut for m in w.attention_matrices]
-    matrices = [*of_attention, *([inner] * (3 if w.gated else 2))]
-    table = -(-w.vocabulary // x) * w.hidden / y
-    positions = w.positions * w.hidden / y
-    outside = table * (1 if w.tied else 2) + positions + w.hidden / y
-    window = matrices + matrices  # five in a row may reach into the next block
-    largest = max(sum(window[i : i + STREAMED_WINDOW]) for i in range(len(matrices)))
-    block = sum(matrices) + w.block_vectors / y
-    adapters = 0.0
-    if w.lora_rank:
-        rows = w.q_features / x, *[w.kv_features / (x if x <= w.kv_heads else 1)] * 2
-        rows += (w.ffn / x,) * (2 if w.gated else 1)
-        colwise = sum(w.hidden / y + out for out in rows) - (2 * w.hidden / y if w.fused_qkv else 0.0)
-        adapters = w.lora_rank * (colwise + (w.q_features + w.ffn) / x + 2 * w.hidden / y)
-    found = ShardSizes(block, sum(matrices), table, outside, largest, q, kv, inner, adapters, most=block)
-    return found if w.experts is None else _with_experts(w, found, sum(of_attention), cut, experts)
-
-
-def _with_experts(
-    w: Workload, dense: ShardSizes, attention: float, cut: int, layout: ExpertsLayout
-) -> ShardSizes:
-    """Of a mean block, from those of a dense one."""
-    e = w.experts
-    assert e is not None
-    share = w.sparse_layers / w.layers
-    own, vectors = w.expert_elements / cut, dense.block - dense.matrices
-    shared = (3 if w.gated else 2) * w.hidden * e.shared / cut
-    owned = own if "z" in layout and layout != "cut" else 0.0
-    sparse = attention + shared + w.hidden * e.number + own - owned
-    matrices = share * sparse + (1 - share) * dense.matrices
-    return dense._replace(
-        block=matrices + vectors,
-        matrices=matrices,
-        largest=sparse,
-        inner=max((own - owned) * 2 / 3, shared / 3, dense.inner * (share < 1)),
-        owned=share * owned,
-        most=max(sparse, dense.matrices * (share < 1)) + vectors,
-        gathered_experts=own - owned,
-    )
-
-
-def sent_bytes(workload: Workload, shard: ShardSizes, work_bytes: int) -> float:
-    """Bytes of a block's weights as they are gathered, without adapters."""
-    matrices = workload.weight_bytes(work_bytes) * shard.matrices
-    return matrices + work_bytes * (shard.block - shard.matrices)
 
 
 @dataclass(frozen=True)
@@ -139,151 +63,6 @@ class Memory:
     @property
     def total_bytes(self) -> float:
         return float(sum(size for name, size in vars(self).items() if name != "moment"))
-
-
-def norm_bytes(workload: Workload, cut: bool, work_bytes: int) -> int:
-    """What autograd keeps of a norm for each feature of a token, with the output, which is the next linears' input."""
-    if (
-        not workload.bias
-    ):  # RMSNorm: the input in fp32, the normal before the gain, if that has a gradient, and the output
-        return WIDE_BYTES + (1 if workload.lora_rank else 2) * work_bytes
-    if not cut:  # the fused LayerNorm of PyTorch keeps its input as it came
-        return 2 * work_bytes
-    return 2 * WIDE_BYTES + work_bytes  # centred and normal in fp32 (parallel/layers.py)
-
-
-# Of a block with experts: for each choice of a token its order, and for each expert its score, in bytes.
-_CHOICE_BYTES, _SCORE_BYTES = 28, 8
-
-
-class _ExpertsKept(NamedTuple):
-    """Bytes for each token that x and y ranks share: of the experts of a block, those that all tokens share left out."""
-
-    saved: float  # for backward
-    selective: float  # what a selective block keeps of it
-    in_work: float  # gradients and temporaries, while all of that is there
-    after: float  # the same, when the inner features are gone: relative to ``saved``
-    again: float  # what a selective block makes again while that is there
-
-
-def _experts_kept(w: Workload, layout: Layout, work_bytes: int, load: float) -> _ExpertsKept:
-    """`parallel/experts/function.py` keeps the tokens once, and gate, up, the activation and the product of each choice."""
-    e, y, x = w.experts, layout.y, layout.x
-    assert e is not None
-    owners = owners_of(layout.experts, layout.z, y, x)
-    owns_x = owners is not None and "x" in owners.axes
-    # By one of the tokens that x and y ranks share, where x ranks send their own.
-    choices = e.chosen / x if owns_x else e.chosen
-    rows = choices * (load if owners else 1.0)
-    inner, h = e.features / (y if owns_x else y * x), w.hidden
-    features = rows * w.activation_copies * inner
-    up = 2 if w.gated else 1
-    selective = rows * up * inner
-    if owns_x:  # the gathered input
-        features += (h / x if layout.by_tokens else h) if y > 1 else 0.0
-    elif y * x > 1:  # the gathered input, and that of the router
-        features += h + (h / x if layout.by_tokens else 0.0)
-    if owners is not None:  # what arrived, and what came back
-        features += rows * h + choices * h
-        selective += rows * h + choices * h
-    else:
-        selective += h
-    own = 1 / x if layout.by_tokens else 1.0
-    small = choices * _CHOICE_BYTES + own * e.number * _SCORE_BYTES
-    in_work = work_bytes * rows * (h + 3 * inner)
-    after = work_bytes * rows * (2 * h - (w.activation_copies - up) * inner)
-    again = 0.0
-    if owners is not None:  # rows that came back, in order and weighted
-        again = 3 * work_bytes * choices * h
-        in_work = max(in_work, (3 * WIDE_BYTES if e.wide_weights else 2 * work_bytes) * choices * h)
-    return _ExpertsKept(work_bytes * features + small, work_bytes * selective + small, in_work, after, again)
-
-
-def saved_bytes_per_token(
-    w: Workload, layout: Layout, work_bytes: int, length: int, expert_load: float = 1.0
-) -> float:
-    """What autograd keeps of one block for one token; by tokens, for one of the tokens that x and y ranks share.
-
-    Sequence-parallel, everything is sharded over both axes except the gathered inputs of linears where they are kept, the
-    norms' statistics, and heads that do not divide.
-    """
-    y, x, by_tokens = layout.y, layout.x, layout.by_tokens
-    ranks = y * x
-    keep_inputs = layout.keep_inputs or not by_tokens
-    by_heads = by_tokens and w.divides_heads(ranks)
-    q_parts = ranks if by_heads else x
-    inner_parts, hidden_parts = (ranks, ranks) if by_tokens else (x, y)
-    q, kv = w.q_features / q_parts, w.kv_features / min(q_parts, w.kv_heads)
-    # q and k after rotation, v, the attention's output.
-    features = 2 * w.q_features / q_parts + kv + _saved_v(w, layout, q, kv)
-    if w.latent is not None:  # v is a part of one output with k
-        at, own = w.latent, 1 / x if by_tokens else 1.0
-        features = (2 * w.q_features + w.o_features + w.heads * (at.unrotated + at.value)) / q_parts
-        features += own * (at.q + at.kv) * (2 + WIDE_BYTES / work_bytes)
-    ffn = w.ffn if w.experts is None else w.experts.shared
-    # The MLP's tensors, of which the input of down is gathered; the inputs of o (in addition to the attention's output, which
-    # is a part of it), of q, k, v and of gate and up.
-    features += (w.activation_copies - 1) * ffn / inner_parts + ffn / (x if keep_inputs else inner_parts)
-    if keep_inputs and y > 1 and by_heads:
-        features += w.q_features / x
-    features += 2 * w.hidden / (y if keep_inputs else hidden_parts)
-    norm = norm_bytes(w, by_tokens or ranks > 1, work_bytes) - work_bytes
-    norms = 2 * (norm * w.hidden / hidden_parts + (WIDE_BYTES / x if by_tokens else 0.0))
-    kept = work_bytes * features + norms + HEAD_BYTES * w.heads / q_parts
-    if w.kept_more is not None:
-        scores = w.heads * length / q_parts
-        widths = (w.hidden / hidden_parts, w.q_features / q_parts, kv, w.ffn / inner_parts, scores)
-        for (wide, narrow), width in zip(w.kept_more, widths, strict=True):
-            kept += (WIDE_BYTES * wide + work_bytes * narrow) * width
-    return kept if w.experts is None else kept + _experts_kept(w, layout, work_bytes, expert_load).saved
-
-
-def _saved_v(w: Workload, layout: Layout, q: float, kv: float) -> float:
-    """Features that v keeps alive: its own, or the whole buffer of outputs that were reduced together.
-
-    A bias makes a new v. Sequence-parallel, v is also new where it was copied out of the buffer, and with y = 1 each output has its
-    own memory; one matrix for q, k and v has one buffer for all three, which v is a part of, and q and k if nothing is rotated;
-    so has a single rank.
-    """
-    y, x, ranks = layout.y, layout.x, layout.y * layout.x
-    has_bias = w.bias or w.qkv_bias
-    if w.fused_qkv and (layout.by_tokens or ranks == 1):
-        return q + 2 * kv if w.rotates else kv
-    if layout.by_tokens and w.divides_heads(ranks) and y > 1:
-        return kv if w.kv_heads % ranks == 0 else w.kv_features / min(x, w.kv_heads) * (1 if has_bias else 2)
-    shares_buffer = y > 1 if layout.by_tokens else ranks > 1
-    return q + 2 * kv if shares_buffer and not has_bias else kv
-
-
-def kept_bytes_per_token(w: Workload, layout: Layout, work_bytes: int, expert_load: float = 1.0) -> float:
-    """What a selective block keeps besides its input: the outputs of all linears but the last one, and of attention.
-
-    It computes FlexAttention again, and keeps the last linear's output where a norm follows.
-    """
-    y, x, by_tokens = layout.y, layout.x, layout.by_tokens
-    ranks = y * x
-    by_heads = by_tokens and w.divides_heads(ranks)
-    q_parts = ranks if by_heads else x
-    # Where ranks of y share a key/value head, each has all of it.
-    kv_parts = min(q_parts if w.kv_heads % q_parts == 0 else x, w.kv_heads)
-    inner_parts, hidden_parts = (ranks, ranks) if by_tokens else (x, y)
-    features = (1 if w.is_flex else 2) * w.q_features / q_parts + 2 * w.kv_features / kv_parts
-    if w.latent is not None:
-        at, own = w.latent, 1 / x if by_tokens else 1.0
-        features = (w.q_features + w.o_features + w.heads * (at.unrotated + at.value)) / q_parts
-        features += own * (at.q + at.kv + at.rotated)
-    features += (2 if w.norm_after_mlp else 1) * w.hidden / hidden_parts
-    ffn = w.ffn if w.experts is None else w.experts.shared
-    features += (2 if w.gated else 1) * ffn / inner_parts
-    statistics = 2 * WIDE_BYTES / (x if by_tokens else 1) if y > 1 else 0.0
-    heads = 0.0 if w.is_flex else HEAD_BYTES * w.heads / q_parts
-    kept = work_bytes * features + heads + statistics
-    if w.experts is None:
-        return kept
-    shared = (
-        work_bytes * w.hidden / hidden_parts if ffn else 0.0
-    )  # the output of shared experts is not the last product
-    return kept + shared + _experts_kept(w, layout, work_bytes, expert_load).selective
 
 
 def memory(
@@ -326,7 +105,7 @@ def _in_work(
 ) -> _InWork:
     if w.experts is None:
         return _of_dense(w, layout, tokens, kind, work_bytes, length, shard)
-    of_experts = _experts_kept(w, layout, work_bytes, expert_load)
+    of_experts = experts_kept(w, layout, work_bytes, expert_load)
     if kind == "selective":
         layout = replace(layout, keep_inputs=False)
     hidden = tokens * w.hidden / layout.y / (layout.x if layout.by_tokens else 1)

@@ -26,9 +26,10 @@ from fourfold.planner.cost.compute import Kernels, host_copy_s, memory_s
 from fourfold.planner.cost.elementwise import CLIP_BYTES, copied_bytes, optimizer_bytes
 from fourfold.planner.cost.experts import OWNED_BYTES
 from fourfold.planner.cost.linears import Given
-from fourfold.planner.cost.memory import Memory, ShardSizes, memory, sent_bytes, shard_of
+from fourfold.planner.cost.memory import Memory, memory
 from fourfold.planner.cost.optimizer import OptimizerTime, muon_time
 from fourfold.planner.cost.sequences import moved_by_block
+from fourfold.planner.cost.shard import ShardSizes, sent_bytes, shard_of
 from fourfold.planner.inputs.cluster import Cluster, Device
 from fourfold.planner.inputs.experts import Owners, load_of, owners_of
 from fourfold.planner.inputs.layout import FOURFOLD, ExpertsLayout, Layout, Schedule
