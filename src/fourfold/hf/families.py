@@ -38,9 +38,8 @@ class Family:
     unsupported: str | None = None
 
 
-def _roles(prefix: str, *, colwise: str, rowwise: str, **others: str) -> dict[str, str]:
-    """Module names, separated by spaces, under ``prefix`` -> their roles."""
-    named = {"colwise": colwise, "rowwise": rowwise, **others}
+def _roles(prefix: str, **named: str) -> dict[str, str]:
+    """The names of modules under ``prefix``, separated by spaces and listed by role -> their roles."""
     return {f"{prefix}.{name}": role for role, names in named.items() for name in names.split()}
 
 
@@ -90,9 +89,7 @@ def _delta_net(colwise: str, norm: str, out: str, **packed: tuple[str, ...]) -> 
 
 
 # The indexer of sparse attention chooses tokens, without gradients, alike on all ranks.
-_INDEXER = _roles(
-    "*.layers.*.self_attn.indexer", colwise="", rowwise="", latent="wk weights_proj", replicated="wq_b k_norm"
-)
+_INDEXER = _roles("*.layers.*.self_attn.indexer", latent="wk weights_proj", replicated="wq_b k_norm")
 
 # Kimi delta attention, in layers beside those of latent attention.
 _KIMI_DELTA = Family(

@@ -145,6 +145,8 @@ class ModuleReplacement:
                 self._reader(role, module)
             else:
                 self._check_kept(role, module)
+                if role.word == "rowwise_replicated":
+                    sum_output(module, role.name, self.grid)
                 self._keep(role, module, [k for k, p in module._parameters.items() if p is not None])
             if role.head and not tied:
                 self.out.head = self._find(role.name)[0]
@@ -194,8 +196,6 @@ class ModuleReplacement:
                 f"{role.name} would compute in float8, and on x={self.grid.x}, y={self.grid.y} it is {role.word} ({role.why}), which is not "
                 "supported; use x=1 and y=1, or float8='none'"
             )
-        if role.word == "rowwise_replicated":
-            sum_output(module, role.name, self.grid)
 
     def _linear(self, role: Role, module: nn.Module) -> Linear4D:
         in_features, out_features = linear_shape(module)

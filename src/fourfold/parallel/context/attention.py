@@ -151,8 +151,10 @@ class _CutAttention(torch.autograd.Function):
         sums = torch.zeros(*keys.shape[:-1], sum(features), dtype=torch.float32, device=keys.device)
         of_whole = sums.split(features, dim=-1)
         of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
-        by = _by_kernel if work.has_kernel else _by_blocks
-        of_query = by(work, gradients[0], query, keys, values, sinks, made, of_whole, of_sinks)
+        if work.has_kernel:
+            of_query = _by_kernel(work, gradients[0], query, keys, values, made, of_whole)
+        else:
+            of_query = _by_blocks(work, gradients[0], query, keys, values, sinks, of_whole, of_sinks)
         del keys, values
         of_key, of_value = work.scatter(sums, features)
         return (
@@ -170,10 +172,8 @@ def _by_kernel(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    sinks: Tensor | None,
     made: Sequence[Tensor],
     of_whole: tuple[Tensor, ...],
-    of_sinks: Tensor | None,
 ) -> Tensor:
     """The gradient of the queries; those of keys and values are added up in ``of_whole``."""
     out, *sums = made
@@ -196,7 +196,6 @@ def _by_blocks(
     keys: Tensor,
     values: Tensor,
     sinks: Tensor | None,
-    made: Sequence[Tensor],
     of_whole: tuple[Tensor, ...],
     of_sinks: Tensor | None,
 ) -> Tensor:
